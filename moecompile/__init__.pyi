@@ -1,0 +1,21 @@
+from moecompile.api import clip_grad_norm_ as clip_grad_norm_
+from moecompile.api import full_grads as full_grads
+from moecompile.api import full_state_dict as full_state_dict
+from moecompile.api import load_optimizer_state_dict as load_optimizer_state_dict
+from moecompile.api import metrics as metrics
+from moecompile.api import optimizer_state_dict as optimizer_state_dict
+from moecompile.api import parallelize as parallelize
+from moecompile.api import trace as trace
+from moecompile.api import verify as verify
+from moecompile.errors import CaptureError as CaptureError
+from moecompile.errors import MoeCompileError as MoeCompileError
+from moecompile.errors import PassError as PassError
+from moecompile.errors import PlanError as PlanError
+from moecompile.errors import VerifyError as VerifyError
+from moecompile.launch import launch as launch
+from moecompile.plan import Plan as Plan
+from moecompile.program import Program as Program
+from moecompile.program import load as load
+from moecompile.simulate import simulate_ranks as simulate_ranks
+
+__version__: str

@@ -1,0 +1,258 @@
+"""From the traced graph to a flat functional one.
+
+Regions that set autocast or grad mode are inlined: autocast as explicit casts, missing gradients as explicit `detach`.
+In-place updates become functional calls.  Assertions, copies and conversions without effect go; `view` becomes
+`reshape`, which does not depend on strides that the real tensors may not have.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from moecompile import graph as ir
+from moecompile import meta
+from moecompile.capture import functional
+from moecompile.capture.autocast import Autocast, input_casts
+from moecompile.capture.functional import Handle
+from moecompile.capture.identities import as_conversion, is_identity
+from moecompile.capture.watch import storage_key
+from moecompile.compat import OpOverload
+from moecompile.errors import CaptureError
+
+aten = torch.ops.aten
+
+_CHECKS = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+        torch.sym_not,
+    }
+)
+_KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+class Builder:
+    """Copies traced graphs into ``graph``; ``root`` is the path of the user's model inside the traced module."""
+
+    def __init__(self, graph: Graph, mode: FakeTensorMode, root: str, autocast: Autocast) -> None:
+        self.graph = graph
+        self.mode = mode
+        self.root = root
+        self.autocast = autocast
+        self.track_grad = torch.is_grad_enabled()
+        self.grad_enabled = self.track_grad
+        self._differentiable: set[Node] = set()  # depends on something that requires a gradient
+        self._without_grad: set[Node] = set()  # computed where gradients are off
+        self._detached: dict[Node, Node] = {}
+        self._weight_casts: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def placeholder(self, traced: Node, name: str, frozen: str, requires_grad: bool) -> Handle:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = traced.meta["val"]
+        if requires_grad:
+            self._differentiable.add(node)
+        return Handle(node, frozen=frozen)
+
+    def inline(self, module: GraphModule, env: dict[Node, Any]) -> tuple[Any, ...]:
+        """Copy the body of ``module``; ``env`` holds its placeholders and is filled. Returns its outputs as handles."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return tuple(env.get(item, item) if isinstance(item, Node) else item for item in node.args[0])
+            if node.op == "call_function" and node.target not in _CHECKS:
+                env[node] = self._copy(module, node, env)
+        raise AssertionError("a graph without output")
+
+    def output(self, handle: Any, traced: Any) -> Any:
+        """The node of a result of the whole graph."""
+        return self._operand(handle) if isinstance(handle, Handle) else handle
+
+    # One node ----------------------------------------------------------------------------------------------------
+
+    def _copy(self, module: GraphModule, node: Node, env: dict[Node, Any]) -> Any:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._region(module, node, env)
+        if node.target is operator.getitem:
+            return self._element(node, env)
+        if functional.writes_first_argument(node.target):
+            return self._in_place(node, env)
+        if _writes_elsewhere(node.target):
+            raise CaptureError(
+                f"{meta.source(node)}: {node.target} writes its result into an argument (out=); assign the result instead."
+            )
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if source is not None and isinstance(env.get(source), Handle) and is_identity(node, source):
+            handle: Handle = env[source]
+            return handle if _same_storage(node, source) else Handle(self._value(handle))
+        if node.target is aten.detach.default and self._value(env[source]) not in self._differentiable:
+            return env[source]
+        return self._call(node, source, env)
+
+    def _call(self, node: Node, source: Node | None, env: dict[Node, Any]) -> Handle:
+        target, args, kwargs = as_conversion(node) or (_stride_free(node.target), node.args, node.kwargs)
+        args = map_arg(args, lambda item: self._operand(env[item]))
+        kwargs = map_arg(kwargs, lambda item: self._operand(env[item]))
+        args, kwargs = self._autocast(node, target, args, kwargs)
+        made = self._insert(node, target, args, kwargs, node.meta.get("val"))
+        parent = env.get(source) if source is not None else None
+        if isinstance(parent, Handle) and _same_storage(node, source):
+            return Handle(made, parent, target, tuple(args[1:]), node, parent.owner.version)
+        return Handle(made)
+
+    def _element(self, node: Node, env: dict[Node, Any]) -> Any:
+        source, index = node.args
+        found = env[source]  # type: ignore[index]
+        if isinstance(found, tuple):
+            return found[index]  # type: ignore[index]
+        made = self._insert(node, operator.getitem, (self._value(found), index), {}, node.meta.get("val"))
+        view = functional.part_view(source, index) if found.parent is not None else None  # type: ignore[arg-type]
+        if view is not None:
+            return Handle(made, found.parent, view[0], view[1], node, found.version)
+        return Handle(made)
+
+    def _in_place(self, node: Node, env: dict[Node, Any]) -> Handle:
+        handle: Handle = env[node.args[0]]  # type: ignore[index]
+        here = self._value(handle)
+        if not self.grad_enabled and here in self._differentiable and here not in self._without_grad:
+            raise CaptureError(
+                f"{meta.source(node)}: a tensor that carries a gradient is changed in place under no_grad ({node.target}), so "
+                f"its value and its gradient would disagree; compute a new tensor instead."
+            )
+        wanted = node.meta["val"]
+        args = map_arg(node.args[1:], lambda item: self._operand(env[item]))
+        kwargs = map_arg(node.kwargs, lambda item: self._operand(env[item]))
+        if node.target in (aten.copy_.default, aten.fill_.Tensor):
+            value = self._fit(node, args[0], wanted)
+        elif node.target is aten.fill_.Scalar:
+            value = self._insert(node, aten.full_like.default, (self._operand(handle), args[0]), {}, wanted)
+        else:
+            target = functional.functional_form(node.target, node)  # type: ignore[arg-type]
+            value = self._insert(node, target, (self._operand(handle), *args), kwargs)
+            value = self._fit(node, value, wanted)
+        functional.write(handle, value, node, self._emit)
+        return handle
+
+    def _fit(self, traced: Node, value: Any, wanted: torch.Tensor) -> Node:
+        """``value`` in the type and shape of the tensor it is written to."""
+        if not isinstance(value, Node):
+            raise CaptureError(f"{meta.source(traced)}: {traced.target} writes {value!r}, where a tensor was expected.")
+        found = meta.tensor(value)
+        if found.dtype != wanted.dtype:
+            value = self._insert(traced, aten._to_copy.default, (value,), {"dtype": wanted.dtype})
+        if found.shape != wanted.shape:
+            value = self._insert(traced, aten.expand.default, (value, list(wanted.shape)), {})
+        return value
+
+    def _region(self, module: GraphModule, node: Node, env: dict[Node, Any]) -> tuple[Any, ...]:
+        """Inline a region under its own grad mode or autocast state."""
+        name, args = str(node.target), node.args
+        saved = self.grad_enabled, self.autocast, self._weight_casts
+        if name == "wrap_with_set_grad_enabled":
+            (enabled, body), operands = args[:2], args[2:]
+            self.grad_enabled = bool(enabled) and self.track_grad
+        elif name == "wrap_with_autocast":
+            (device, dtype, enabled, _cache, body), operands = args[:5], args[5:]
+            if not self.autocast.dtypes:
+                self._weight_casts = {}  # torch forgets its casts when the outermost region ends
+            self.autocast = self.autocast.inside(device, dtype, bool(enabled))  # type: ignore[arg-type]
+        else:
+            raise CaptureError(
+                f"{meta.source(node)}: the forward uses {name}, which no pass can rewrite; write it with plain tensor operations."
+            )
+        inner = getattr(module, body.target)  # type: ignore[union-attr]
+        inputs = [item for item in inner.graph.nodes if item.op == "placeholder"]
+        outputs = self.inline(inner, dict(zip(inputs, (env[item] for item in operands), strict=True)))  # type: ignore[index]
+        self.grad_enabled, self.autocast, self._weight_casts = saved
+        return outputs
+
+    # Values ------------------------------------------------------------------------------------------------------
+
+    def _value(self, handle: Handle) -> Node:
+        return functional.current(handle, self._emit)
+
+    def _operand(self, handle: Any) -> Any:
+        """The handle's value as an operand here: detached where it was computed without gradients."""
+        if not isinstance(handle, Handle):
+            return handle
+        node = self._value(handle)
+        if not self.grad_enabled or node not in self._without_grad or node not in self._differentiable:
+            return node
+        if node not in self._detached:
+            made = self.graph.call_function(aten.detach.default, (node,))
+            made.meta = meta.copy_meta(node)
+            self._detached[node] = made
+        return self._detached[node]
+
+    def _emit(self, traced: Node, target: Any, args: tuple[Any, ...]) -> Node:
+        return self._insert(traced, target, args, {})
+
+    def _insert(self, traced: Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Node:
+        """Append one call; its fake value is ``value`` or computed."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {key: traced.meta[key] for key in _KEPT_META if key in traced.meta}
+        if "nn_module_stack" in node.meta:
+            node.meta["nn_module_stack"] = self._module_stack(node.meta["nn_module_stack"])
+        node.meta["val"] = ir.compute(target, args, kwargs, self.mode) if value is None else value
+        if target is not aten.detach.default and _may_carry_gradient(node.meta["val"]):
+            if any(item in self._differentiable for item in node.all_input_nodes):
+                self._differentiable.add(node)
+        if self.track_grad and not self.grad_enabled:
+            self._without_grad.add(node)
+        return node
+
+    def _module_stack(self, stack: dict[str, Any]) -> dict[str, Any]:
+        """The enclosing modules by their path in the user's model; what wraps the model is left out."""
+        kept = {}
+        for key, (path, kind) in stack.items():
+            if path == self.root or path.startswith(self.root + "."):
+                kept[key] = (path[len(self.root) + 1 :], kind)
+        return kept
+
+    def _autocast(self, traced: Node, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        casts = input_casts(target, args, kwargs, self.autocast, self.mode) if self.autocast.dtypes else {}
+        if not casts:
+            return args, kwargs
+        cast = {node: self._cast(traced, node, dtype) for node, dtype in casts.items()}
+        return map_arg(args, lambda item: cast.get(item, item)), map_arg(kwargs, lambda item: cast.get(item, item))
+
+    def _cast(self, traced: Node, node: Node, dtype: torch.dtype) -> Node:
+        """Weights are cast once per region, as torch does: their gradients are then summed before the cast back."""
+        shared = node.op == "placeholder" and node in self._differentiable and self.grad_enabled
+        if shared and (node, dtype) in self._weight_casts:
+            return self._weight_casts[node, dtype]
+        made = self._insert(traced, aten._to_copy.default, (node,), {"dtype": dtype})
+        if shared:
+            self._weight_casts[node, dtype] = made
+        return made
+
+
+def _stride_free(target: Any) -> Any:
+    return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
+
+
+def _same_storage(node: Node, source: Node | None) -> bool:
+    """Whether the results of two traced nodes share memory; a tuple does when its first element does."""
+    one, other = node.meta.get("val"), source.meta.get("val") if source is not None else None
+    if isinstance(one, (tuple, list)) and one:
+        one = one[0]
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return storage_key(one) == storage_key(other)
+
+
+def _writes_elsewhere(target: Any) -> bool:
+    return isinstance(target, OpOverload) and any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments
+    )
+
+
+def _may_carry_gradient(value: Any) -> bool:
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in items)

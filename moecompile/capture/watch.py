@@ -1,0 +1,166 @@
+"""Refuse what tracing would lose in silence.
+
+`torch.export` keeps no trace of an attribute assigned in a submodule's forward, drops the backward of a custom
+`autograd.Function`, and may delete in-place updates made without gradients.  The training step built from the graph
+would then be wrong without an error, so each of these is caught the moment the model does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moecompile.capture.where import current_line, module_name
+from moecompile.errors import CaptureError
+
+# Methods that change their first argument without a trailing underscore.
+_IN_PLACE = frozenset(
+    [
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__set__",
+    ]
+)
+# These end in an underscore and change no value.
+_HARMLESS = frozenset({"requires_grad_", "retain_grad_", "rename_", "share_memory_"})
+
+
+def is_in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+
+
+class _MutationWatch(TorchFunctionMode):
+    """Raise when a call writes into the storage of a parameter, buffer, plain tensor attribute or model input."""
+
+    def __init__(self, owners: dict[int, str]) -> None:
+        super().__init__()
+        self._owners = owners  # storage -> "parameter 'x'", "buffer 'y'", ...
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = args[:1] if is_in_place(getattr(func, "__name__", "")) else ()
+        if "out" in kwargs:
+            written = (*written, kwargs["out"])
+        for tensor in written:
+            if isinstance(tensor, torch.Tensor) and (owner := self._owners.get(storage_key(tensor))) is not None:
+                raise CaptureError(
+                    f"{current_line()}: the forward writes into {owner} ({func.__name__}), and a captured step has no such "
+                    f"side effect; compute a new tensor instead, or update it outside forward, after the step."
+                )
+        return func(*args, **kwargs)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind ``tensor``: equal for views of one another."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _refuse_assignment(root: nn.Module, module: nn.Module, name: str) -> None:
+    kind = "buffer" if name in module._buffers else "parameter" if name in module._parameters else "attribute"
+    raise CaptureError(
+        f"{current_line()}: the forward assigns a tensor to {kind} {name!r} of {module_name(root, module)}, which a captured "
+        f"step cannot carry to the next call; return the tensor, or update it outside forward, after the step."
+    )
+
+
+@contextlib.contextmanager
+def _assignments_refused(root: nn.Module) -> Iterator[None]:
+    """Catch ``module.name = tensor`` and ``register_buffer`` in every module of ``root``."""
+    members = {id(module) for module in root.modules()}
+    plain_setattr, plain_register = nn.Module.__setattr__, nn.Module.register_buffer
+
+    def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
+        if id(self) in members and isinstance(value, torch.Tensor):
+            _refuse_assignment(root, self, name)
+        plain_setattr(self, name, value)
+
+    def watched_register(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
+        if id(self) in members:
+            _refuse_assignment(root, self, name)
+        plain_register(self, name, tensor, persistent)
+
+    nn.Module.__setattr__ = watched_setattr  # type: ignore[method-assign]
+    nn.Module.register_buffer = watched_register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
+        nn.Module.register_buffer = plain_register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _custom_functions_refused() -> Iterator[None]:
+    """Catch `autograd.Function` subclasses of the user; torch's own (custom operators) keep their backward."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise CaptureError(
+                f"{current_line()}: reentrant activation checkpointing loses its backward in capture; "
+                f"pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if not cls.__module__.startswith("torch."):
+            raise CaptureError(
+                f"{current_line()}: the backward of the custom autograd.Function {cls.__name__} would be lost in capture; "
+                f"register it as an operator with torch.library.custom_op and register_autograd."
+            )
+        return plain.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain
+
+
+def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in plain attributes of ``module``, and one level down in its lists and dictionaries."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        found = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in found:
+            if isinstance(item, torch.Tensor):
+                yield name, item
+
+
+def _owners(root: nn.Module, inputs: list[torch.Tensor]) -> dict[int, str]:
+    owners = {storage_key(tensor): "one of its inputs" for tensor in inputs}
+    for prefix, module in root.named_modules():
+        for name, tensor in _held_tensors(module):
+            owners[storage_key(tensor)] = f"attribute {_join(prefix, name)!r}"
+    owners.update({storage_key(tensor): f"buffer {name!r}" for name, tensor in root.named_buffers()})
+    owners.update({storage_key(tensor): f"parameter {name!r}" for name, tensor in root.named_parameters()})
+    return owners
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@contextlib.contextmanager
+def watched(root: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
+    """Run the model's forward inside: side effects that the graph cannot express raise `CaptureError`."""
+    before = {id(tensor) for module in root.modules() for _, tensor in _held_tensors(module)}
+    with _assignments_refused(root), _custom_functions_refused(), _MutationWatch(_owners(root, inputs)):
+        yield
+    for module in root.modules():
+        for name, tensor in _held_tensors(module):
+            if id(tensor) not in before:
+                _refuse_assignment(root, module, name)

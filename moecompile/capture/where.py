@@ -1,0 +1,45 @@
+"""Which line of the user's code is being traced, or raised an error: the ``file:line`` in every capture error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import torch
+from torch import nn
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_CAPTURE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def is_user_file(path: str) -> bool:
+    """Whether ``path`` is neither torch, nor this package, nor generated code."""
+    return not path.startswith((_TORCH, _CAPTURE, "<")) and "contextlib" not in os.path.basename(path)
+
+
+def current_line() -> str:
+    """``file:line`` of the innermost running user frame, '' when there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def raising_line(error: BaseException) -> str:
+    """``file:line`` of the innermost user frame that ``error`` passed through, '' when there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def module_name(root: nn.Module, module: nn.Module) -> str:
+    """Dotted path of ``module`` inside ``root`` for an error text; its class name for the root itself."""
+    for name, found in root.named_modules():
+        if found is module:
+            return name or type(root).__name__
+    return type(module).__name__

@@ -1,0 +1,101 @@
+"""The only file that touches torch's private API.
+
+Every name taken from a private module is imported here, under a public-looking name and with one line that
+says why no public way exists, so that a new torch release breaks one file only.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Traced backward nodes know their forward op only through these hooks.
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
+
+# Joint tracing needs a tracing context, which only AOTAutograd sets otherwise.
+from torch._guards import TracingContext as TracingContext
+from torch._guards import tracing as tracing
+
+# The type of a call_function target: torch.ops hands out instances only.
+from torch._ops import OpOverload as OpOverload
+
+# Shapes without data, and sizes known only at run time.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# A graph can hold only a group's name, and nothing public finds the group again.
+# Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _resolve_process_group,  # type: ignore[attr-defined]
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+
+# Export raises it for a branch on a value; only its private name can be caught.
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+# Swaps parameters for fake ones around an export; functional_call does so around one call only.
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module  # noqa: F401
+
+# The pytrees of torch.export's calling convention.
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# The lower bound of a symbolic size can be raised in the shape environment only.
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+# Renamed in 2.13, where the old names warn; 2.11 has only the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name; raises where none is registered."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    return _get_default_store()
+
+
+def profiler_enabled() -> bool:
+    """Whether a profiler records on this thread; nothing public tells."""
+    return torch.autograd._profiler_enabled()
+
+
+def has_autocast_rule(target: OpOverload, device_type: str) -> bool:
+    """Whether autocast on that device treats the operator; only the dispatcher knows."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
+    return key is not None and bool(target.has_kernel_for_dispatch_key(key))
+
+
+def pretend_at_least(sizes: Iterable[Any], lower: int) -> None:
+    """Let tracing take each unbacked size for at least ``lower``, so that tests against smaller numbers are decided."""
+    for size in sizes:
+        for symbol in free_unbacked_symbols(size):
+            env = size.node.shape_env
+            known = env.var_to_range.get(symbol)
+            upper = known.upper if known is not None else int_oo
+            if known is None or known.lower < lower:
+                env.var_to_range[symbol] = ValueRanges(lower, upper if upper >= lower else int_oo)
+                env._version_counter += 1  # answers are cached per version
+
+
+def setup_stacktrace_preservation_hooks(roots: list[Any]) -> None:
+    """Give nodes traced during backward the metadata of their forward op; AOTAutograd does so inside its own entry points only."""
+    _setup_hooks([root for root in roots if root is not None])
+
+
+def without_new_symbols(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """Values computed beside a trace may make unbacked sizes of their own, which no trace has to account for."""
+    assert mode.shape_env is not None
+    return mode.shape_env.ignore_fresh_unbacked_symbols()

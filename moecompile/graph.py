@@ -1,0 +1,149 @@
+"""Find, build and replace nodes. Every node made here carries a fake value, so that no later pass has to guess a shape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from . import meta
+from .compat import FakeTensor, FakeTensorMode, ShapeEnv, tree_map, without_new_symbols
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which inputs are static and sizes read from tensors become unbacked symbols."""
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+
+
+def find(graph: Graph | GraphModule, *targets: Any) -> list[Node]:
+    """All nodes that call one of ``targets``, in graph order."""
+    nodes = graph.graph.nodes if isinstance(graph, GraphModule) else graph.nodes
+    wanted = set(targets)
+    return [node for node in nodes if node.op == "call_function" and node.target in wanted]
+
+
+def mode_of(graph: Graph) -> FakeTensorMode:
+    """The fake mode of the graph's values."""
+    for node in graph.nodes:
+        found = node.meta.get("val")
+        if isinstance(found, FakeTensor):
+            return found.fake_mode
+    raise ValueError("the graph holds no fake tensor: it was not made by capture")
+
+
+def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    """The fake value of a call whose arguments are nodes or constants."""
+    fake_args = map_arg(args, meta.value)
+    fake_kwargs = map_arg(kwargs, meta.value)
+    with mode, torch.no_grad(), without_new_symbols(mode):
+        return target(*fake_args, **fake_kwargs)
+
+
+def call(
+    graph: Graph,
+    target: Callable[..., Any],
+    *args: Any,
+    like: Node | None = None,
+    mode: FakeTensorMode | None = None,
+    **kwargs: Any,
+) -> Node:
+    """Insert a call at the graph's insertion point; its value is computed, its module and source are those of ``like``."""
+    node = graph.call_function(target, args, kwargs)
+    if like is not None:
+        node.meta = meta.copy_meta(like)
+        node.meta.pop("val", None)
+        meta.set_placements(node, {})
+    node.meta["val"] = compute(target, args, kwargs, mode or mode_of(graph))
+    return node
+
+
+def unpack(graph: Graph, node: Node) -> list[Node]:
+    """``getitem`` nodes for each element of a node that returns a tuple."""
+    made = []
+    for index, item in enumerate(meta.value(node)):
+        got = graph.call_function(operator.getitem, (node, index))
+        got.meta = meta.copy_meta(node)
+        got.meta["val"] = item
+        made.append(got)
+    return made
+
+
+def items(node: Node) -> dict[int, Node]:
+    """The existing ``getitem`` users of a node, by index."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def replace(old: Node, new: Node) -> None:
+    """Give every user of ``old`` the value ``new`` and erase ``old``."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    old.graph.erase_node(old)
+
+
+def refresh(node: Node, mode: FakeTensorMode) -> None:
+    """Recompute the value of one node after its arguments changed shape."""
+    if node.op == "call_function":
+        node.meta["val"] = compute(node.target, node.args, node.kwargs, mode)  # type: ignore[arg-type]
+
+
+def between(graph: Graph, starts: Iterable[Node], end: Node) -> list[Node]:
+    """Nodes on a path from ``starts`` to ``end``, both left out, in graph order."""
+    reached = set(starts)
+    for node in graph.nodes:
+        if node not in reached and any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    wanted = ancestors(end)
+    return [node for node in graph.nodes if node in reached and node in wanted and node not in set(starts)]
+
+
+def ancestors(*nodes: Node, stop: Iterable[Node] = ()) -> set[Node]:
+    """Everything the nodes depend on, without themselves; the search does not go past ``stop``."""
+    barrier, seen, todo = set(stop), set(), list(nodes)
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                if source not in barrier:
+                    todo.append(source)
+    return seen
+
+
+def eliminate_dead(graph: Graph, keep: Callable[[Node], bool] = lambda node: False) -> int:
+    """Erase unused nodes, never a placeholder nor one that ``keep`` asks for. Returns how many went."""
+    gone = 0
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users or keep(node):
+            continue
+        graph.erase_node(node)
+        gone += 1
+    return gone
+
+
+def copy_into(source: Graph, target: Graph, env: dict[Node, Any]) -> None:
+    """Copy all but placeholders and output; ``env`` maps source nodes to target nodes and is filled."""
+    for node in source.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        env[node] = target.node_copy(node, lambda arg: env[arg])
+        env[node].meta = meta.copy_meta(node)
+
+
+def symbolic_sizes(found: Any) -> Iterator[torch.SymInt]:
+    """Every symbolic size within a fake value."""
+    pending = [found]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.SymInt):
+            yield item
+        elif isinstance(item, torch.Tensor):
+            pending.extend(size for size in item.shape if isinstance(size, torch.SymInt))
+        elif isinstance(item, (tuple, list)):
+            pending.extend(item)
+
+
+def map_nodes(tree: Any, fn: Callable[[Node], Any]) -> Any:
+    """``map_arg`` that also descends into plain containers."""
+    return tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Node) else leaf, tree)

@@ -1,0 +1,116 @@
+"""The only typed access to ``node.meta``.
+
+FX keeps per-node facts in a free-form dictionary. Every key the compiler reads or writes is named here once, so that a
+misspelt key is an attribute error and not a silent default.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+_PLACEMENTS = "moe_placements"
+_DIRECTION = "moe_direction"
+_TWIN = "moe_twin"
+_LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
+
+
+class Direction(enum.Enum):
+    """Which half of the step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+def value(node: Node) -> Any:
+    """The fake value of ``node``: a fake tensor, a SymInt or a tuple of them."""
+    try:
+        return node.meta["val"]
+    except KeyError:
+        raise KeyError(f"node {node.name} carries no value: it was created without graph.call()") from None
+
+
+def tensor(node: Node) -> torch.Tensor:
+    """The fake tensor of ``node``; a TypeError when the node holds something else."""
+    found = value(node)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"node {node.name} holds a {type(found).__name__}, a tensor was expected")
+    return found
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def placements(node: Node) -> dict[str, Any]:
+    """Placement per mesh axis; an axis that is absent means replicated."""
+    return cast(dict[str, Any], node.meta.get(_PLACEMENTS, {}))
+
+
+def set_placements(node: Node, found: dict[str, Any]) -> None:
+    node.meta[_PLACEMENTS] = dict(found)
+
+
+def direction(node: Node) -> Direction:
+    return cast(Direction, node.meta.get(_DIRECTION, Direction.FORWARD))
+
+
+def set_direction(node: Node, found: Direction) -> None:
+    node.meta[_DIRECTION] = found
+
+
+def twin(node: Node) -> str | None:
+    """Name of the forward node that a backward node differentiates, where known."""
+    return cast("str | None", node.meta.get(_TWIN))
+
+
+def set_twin(node: Node, name: str) -> None:
+    node.meta[_TWIN] = name
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost user module that made the node, '' outside all modules."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path
+
+
+def module_paths(node: Node) -> list[str]:
+    """All enclosing module paths, outermost first."""
+    return [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def layer(node: Node) -> str | None:
+    """Path of the outermost enclosing module that is an item of a list, such as ``model.layers.3``."""
+    for path in module_paths(node):
+        if _LAYER.match(path) and "." in path:
+            return path
+    return None
+
+
+def source(node: Node) -> str:
+    """``file:line`` of the user's code, '' where unknown; torch's own frames are passed over."""
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    for file, line in reversed(found):
+        if "/torch/" not in file and "<" not in file:
+            return f"{file}:{line}"
+    return ""
+
+
+def where(node: Node) -> str:
+    """Human-readable place of a node for an error: module path, op and file:line."""
+    path, at = module_path(node), source(node)
+    text = f"{node.name} in {path}" if path else node.name
+    return f"{text} ({at})" if at else text
+
+
+def copy_meta(node: Node) -> dict[str, Any]:
+    """A copy of ``node.meta`` whose nested dictionaries are its own (``node_copy`` shares them)."""
+    return {key: dict(item) if isinstance(item, dict) else item for key, item in node.meta.items()}

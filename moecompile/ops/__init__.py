@@ -1,0 +1,53 @@
+"""The `moe::` ops: schema, shape rule, gradient and plain-torch meaning of each, under one name per op.
+
+`ops.permute` is `torch.ops.moe.permute.default`, and so on: the names are what graphs hold as targets.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from moecompile.compat import OpOverload
+from moecompile.ops import cpu
+from moecompile.ops.collectives import all_gather, all_reduce, reduce_scatter
+from moecompile.ops.exchange import combine, dispatch, exchange_counts, set_size_checks, sizes_to_host
+from moecompile.ops.experts import grouped_linear, grouped_linear_wgrad, grouped_sum
+from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
+from moecompile.ops.sharding import local_place, local_slice
+
+# Position of the mesh axis (when bound: the process-group name) among the arguments of each collective.
+AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
+    {
+        exchange_counts: 2,
+        dispatch: 4,
+        combine: 4,
+        all_reduce: 2,
+        all_gather: 2,
+        reduce_scatter: 2,
+    }
+)
+COLLECTIVES: frozenset[OpOverload[..., Any]] = frozenset(AXIS_ARGUMENT)
+
+__all__ = [
+    "AXIS_ARGUMENT",
+    "COLLECTIVES",
+    "all_gather",
+    "all_reduce",
+    "combine",
+    "cpu",
+    "dispatch",
+    "exchange_counts",
+    "gather_rows",
+    "grouped_linear",
+    "grouped_linear_wgrad",
+    "grouped_sum",
+    "local_place",
+    "local_slice",
+    "permute",
+    "permute_local",
+    "reduce_scatter",
+    "set_size_checks",
+    "sizes_to_host",
+    "unpermute",
+    "unpermute_backward",
+]

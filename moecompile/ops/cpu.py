@@ -1,0 +1,151 @@
+"""The `moe_cpu::` ops: what the CPU lowering puts in place of `moe::` and ATen ops of an already
+differentiated graph.
+
+Schemas and shape rules only; `moecompile.runtime.cpu_kernels` holds the kernels.  Ops named like a `moe::` op
+mean the same. None has a gradient: they enter a graph after its backward has been written out.
+
+R rows, F expert width, H hidden width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecompile.compat import OpOverload
+from moecompile.ops.experts import check_grouped_linear, check_grouped_linear_wgrad
+from moecompile.ops.registry import Op, require, require_same_dtype
+from moecompile.ops.routing import check_unpermute, check_unpermute_backward
+
+NAMESPACE = "moe_cpu"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, fake: Op) -> OpOverload[..., Any]:
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    overload: OpOverload[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+# ---- the meaning of moe:: ----------------------------------------------------------------------------------
+
+
+def _grouped_linear_fake(rows: Tensor, tokens_per_expert: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_grouped_linear(rows, tokens_per_expert, weight, bias)
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+def _grouped_linear_wgrad_fake(grad: Tensor, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    check_grouped_linear_wgrad(grad, rows, tokens_per_expert)
+    return grad.new_empty(tokens_per_expert.shape[-1], grad.shape[1], rows.shape[1])
+
+
+def _unpermute_fake(rows: Tensor, row_map: Tensor, num_tokens: int, top_k: int, probs: Tensor | None = None) -> Tensor:
+    check_unpermute("unpermute", rows, row_map, num_tokens, top_k, probs)
+    return rows.new_empty(num_tokens, rows.shape[1])
+
+
+def _unpermute_backward_fake(grad: Tensor, rows: Tensor, row_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    check_unpermute_backward(grad, rows, row_map, probs)
+    return rows.new_empty(rows.shape), probs.new_empty(probs.shape)
+
+
+grouped_linear = _define(
+    "grouped_linear(Tensor rows, Tensor tokens_per_expert, Tensor weight, Tensor? bias=None) -> Tensor",
+    _grouped_linear_fake,
+)
+grouped_linear_wgrad = _define(
+    "grouped_linear_wgrad(Tensor grad, Tensor rows, Tensor tokens_per_expert) -> Tensor",
+    _grouped_linear_wgrad_fake,
+)
+unpermute = _define(
+    "unpermute(Tensor rows, Tensor row_map, SymInt num_tokens, int top_k, Tensor? probs=None) -> Tensor",
+    _unpermute_fake,
+)
+unpermute_backward = _define(
+    "unpermute_backward(Tensor grad, Tensor rows, Tensor row_map, Tensor probs) -> (Tensor grad_rows, "
+    "Tensor grad_probs)",
+    _unpermute_backward_fake,
+)
+
+# ---- swiglu: silu(gate) * up, the two as halves of one tensor or apart -------------------------------------
+
+
+def check_swiglu(h: Tensor) -> None:
+    require(
+        h.dim() >= 1 and h.shape[-1] % 2 == 0,
+        f"moe_cpu::swiglu: h has shape {list(h.shape)}, but an even last dimension [gate|up] is needed; use "
+        "silu_mul for separate tensors.",
+    )
+
+
+def check_silu_mul(gate: Tensor, up: Tensor) -> None:
+    require(
+        gate.shape[1:] == up.shape[1:] and gate.dim() == up.dim() >= 1,
+        f"moe_cpu::silu_mul: gate has shape {list(gate.shape)} and up {list(up.shape)}, but they must "
+        "agree; broadcast before.",
+    )
+    require_same_dtype("silu_mul", "gate", gate, "up", up)
+
+
+def _swiglu_fake(h: Tensor) -> Tensor:
+    check_swiglu(h)
+    return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
+
+
+def _swiglu_backward_fake(grad: Tensor, h: Tensor) -> Tensor:
+    check_swiglu(h)
+    return h.new_empty(h.shape)
+
+
+def _silu_mul_fake(gate: Tensor, up: Tensor) -> Tensor:
+    check_silu_mul(gate, up)
+    return gate.new_empty(gate.shape)
+
+
+def _silu_mul_backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    check_silu_mul(gate, up)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+swiglu = _define("swiglu(Tensor h) -> Tensor", _swiglu_fake)
+swiglu_backward = _define("swiglu_backward(Tensor grad, Tensor h) -> Tensor", _swiglu_backward_fake)
+silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul_fake)
+silu_mul_backward = _define(
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+    _silu_mul_backward_fake,
+)
+
+# ---- rms_norm over the last dimension ----------------------------------------------------------------------
+
+
+def check_rms_norm(x: Tensor, weight: Tensor) -> None:
+    require(
+        x.dim() >= 1 and tuple(weight.shape) == (x.shape[-1],),
+        f"moe_cpu::rms_norm: x has shape {list(x.shape)} and weight {list(weight.shape)}, but [..., H] and "
+        "[H] are needed; normalise over the last dimension only.",
+    )
+    require_same_dtype("rms_norm", "x", x, "weight", weight)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    check_rms_norm(x, weight)
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=statistics_dtype(x))
+
+
+def _rms_norm_backward_fake(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    check_rms_norm(x, weight)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)", _rms_norm_fake)
+rms_norm_backward = _define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)",
+    _rms_norm_backward_fake,
+)

@@ -1,0 +1,76 @@
+"""This rank's part of a value that every rank holds whole: local_slice and its adjoint.
+
+The index is a 0-d int64 tensor and a graph input, so all ranks of a plan share one graph text.  Dimension `dim` is seen as
+`[outer, ranks, inner]`; the part of rank r is `[:, r]`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecompile.ops.registry import define, require
+
+
+def _split(where: str, x: Tensor, dim: int, outer: int, ranks: int) -> list[int]:
+    size = x.shape[dim]
+    require(
+        size % (outer * ranks) == 0,
+        f"moe::{where}: dim {dim} has size {size}, but a multiple of {outer * ranks} is needed; choose a batch that the "
+        "ranks divide.",
+    )
+    return [*x.shape[:dim], outer, ranks, size // (outer * ranks), *x.shape[dim + 1 :]]
+
+
+def _local_slice(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    parts = x.reshape(_split("local_slice", x, dim, outer, ranks))
+    return parts.select(dim + 1, int(index)).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+
+
+def _local_slice_fake(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    _split("local_slice", x, dim, outer, ranks)
+    return x.new_empty([*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :]])
+
+
+def _local_place(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    inner = x.shape[dim] // outer
+    shape = [*x.shape[:dim], outer, ranks, inner, *x.shape[dim + 1 :]]
+    whole = x.new_zeros(shape)
+    whole.select(dim + 1, int(index)).copy_(x.reshape([*x.shape[:dim], outer, inner, *x.shape[dim + 1 :]]))
+    return whole.flatten(dim, dim + 2)
+
+
+def _local_place_fake(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], x.shape[dim] * ranks, *x.shape[dim + 1 :]])
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, int], output: Tensor) -> None:
+    _, index, ctx.dim, ctx.outer, ctx.ranks = inputs
+    ctx.save_for_backward(index)
+
+
+def _slice_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (index,) = ctx.saved_tensors
+    return local_place(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
+
+
+def _place_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (index,) = ctx.saved_tensors
+    return local_slice(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
+
+
+local_slice = define(
+    "local_slice(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
+    _local_slice,
+    _local_slice_fake,
+    setup=_setup,
+    backward=_slice_backward,
+)
+
+local_place = define(
+    "local_place(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
+    _local_place,
+    _local_place_fake,
+    setup=_setup,
+    backward=_place_backward,
+)

@@ -1,0 +1,36 @@
+"""Where a cut dimension goes when a tensor is reshaped: pure arithmetic on sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .types import Shard
+
+
+def reshape_shard(placed: Shard, old: Sequence[int], new: Sequence[int], ranks: int) -> Shard | None:
+    """Placement after reshaping global shape ``old`` to ``new``; None when the ranks' parts would not be slices of one dim.
+
+    In flat order the cut tensor is ``[before, ranks, after]``. The new dim that holds the whole span of the ranks takes the
+    cut, with what precedes it inside that dim as its ``outer``.
+    """
+    before = math.prod(old[: placed.dim]) * placed.outer
+    prefix = 1
+    for dim, size in enumerate(new):
+        if size > 1 and prefix <= before and prefix * size >= before * ranks:
+            outer, rest = divmod(before, prefix)
+            if rest or size % (outer * ranks):
+                return None
+            return Shard(dim, outer, placed.rows)
+        prefix *= size
+    return None
+
+
+def local_shape(shape: Sequence[int], placed: Sequence[tuple[Shard, int]]) -> list[int]:
+    """One rank's shape: each cut dim divided by its number of ranks."""
+    found = list(shape)
+    for shard, ranks in placed:
+        if found[shard.dim] % ranks:
+            raise ValueError(f"dim {shard.dim} of size {found[shard.dim]} is not divisible by {ranks} ranks")
+        found[shard.dim] //= ranks
+    return found

@@ -1,0 +1,24 @@
+"""The one table of placement rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Graph
+
+from ..compat import FakeTensorMode
+from . import rules_elementwise, rules_matmul, rules_moe, rules_nn, rules_reduce, rules_select, rules_views
+from .sharder import Emitter, Rule, Sharder
+
+_MODULES = (rules_elementwise, rules_views, rules_reduce, rules_matmul, rules_select, rules_nn, rules_moe)
+
+RULES: dict[Any, Rule] = {op: rule for module in _MODULES for op, rule in module.RULES.items()}
+EMITTERS: dict[Any, Emitter] = {
+    op: emitter for module in _MODULES for op, emitter in getattr(module, "EMITTERS", {}).items()
+}
+
+
+def sharder(source: Graph, axes: Mapping[str, int], mode: FakeTensorMode) -> Sharder:
+    """A sharder with every rule."""
+    return Sharder(source, axes, mode, RULES, EMITTERS, rules_elementwise.fallback)

@@ -1,0 +1,69 @@
+"""Placements: how one value is spread over the ranks of one mesh axis.
+
+The reading that makes gradients derivable: a sharded program is an ordinary function of what *all* ranks hold, each rank
+returns its own share of the loss, and the loss is the sum of the shares. Every collective has a true adjoint in that function
+(all-reduce: all-reduce, all-gather: reduce-scatter, exchange: exchange back), so the backward needs no tags, and the
+gradient of a value that several ranks hold as one (a replicated parameter) is the plain sum over those ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis holds the same value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dimension ``dim`` is cut: seen as ``[outer, ranks, inner]``, rank r holds ``[:, r]``.
+
+    ``outer > 1`` is what a reshape or a concatenation over layers makes of a plain cut. ``rows`` marks rows of an expert
+    region: this rank's own rows in an order of their own, comparable only with other such rows.
+    """
+
+    dim: int
+    outer: int = 1
+    rows: bool = False
+
+    def __str__(self) -> str:
+        if self.rows:
+            return "V"
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},outer={self.outer})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The true value is the sum over the ranks of the axis."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement = Replicate | Shard | Partial
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def text(placements: dict[str, Placement]) -> str:
+    """``S(0)@dp`` and the like; replicated axes are left out."""
+    parts = [f"{placed}@{axis}" for axis, placed in sorted(placements.items()) if not isinstance(placed, Replicate)]
+    return " ".join(parts) or "R"
+
+
+def parse(source: str) -> Placement:
+    """Inverse of ``str`` for one placement."""
+    if source == "R":
+        return REPLICATE
+    if source == "P":
+        return PARTIAL
+    if source == "V":
+        return Shard(0, rows=True)
+    inner = source[2:-1].split(",outer=")
+    return Shard(int(inner[0]), int(inner[1]) if len(inner) > 1 else 1)

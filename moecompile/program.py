@@ -1,0 +1,149 @@
+"""Program: one sharded graph together with what its inputs, outputs and history mean."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .compat import TreeSpec
+from .mesh import Mesh
+from .placement.types import Placement, Shard
+from .plan import Plan
+from .printer import program_text
+
+
+class Level(enum.Enum):
+    """Which of the two levels of the IR a graph stands at."""
+
+    MODEL = "forward and loss; autograd derives the backward"
+    STEP = "forward, loss and backward as one joint graph"
+
+
+class InputKind(enum.Enum):
+    """Where the value of a placeholder comes from."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    BATCH = "batch"
+    OFFSET = "offset"  # this rank's index on an axis, times a stride: 0-d int64, differs between ranks
+    SEED = "seed"  # random seed of the call, equal on all ranks: 0-d int64
+    SCALE = "scale"  # a number the runtime supplies per call, such as the step's valid tokens
+    TANGENT = "tangent"  # gradient of a user output, in a separate backward graph
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder.
+
+    ``fqns`` are the parameter or buffer names of the plain model behind it: one, or one per expert when the tensor is their
+    stack along dim 0. ``shape`` is the global shape, ``placements`` say how this rank's part is cut from it. A BATCH input
+    has the index of its leaf in the flattened call (``leaf``); an OFFSET has its ``axis`` and ``stride``.
+    """
+
+    kind: InputKind
+    name: str
+    fqns: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+    placements: tuple[tuple[str, Placement], ...] = ()
+    requires_grad: bool = False
+    leaf: int = -1
+    axis: str = ""
+    stride: int = 1
+
+    def placed(self, axis: str, placement: Placement) -> Input:
+        """The same input with ``axis`` placed."""
+        rest = tuple((key, found) for key, found in self.placements if key != axis)
+        return replace(self, placements=(*rest, (axis, placement)))
+
+    @property
+    def stacked(self) -> bool:
+        return len(self.fqns) > 1
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one rank's part."""
+        shape = list(self.shape)
+        for axis, placed in self.placements:
+            if isinstance(placed, Shard):
+                shape[placed.dim] //= mesh.size(axis)
+        return tuple(shape)
+
+
+class OutputKind(enum.Enum):
+    """What an element of the output tuple is for."""
+
+    LOSS = "loss"
+    USER = "user"
+    GRAD = "grad"
+    METRIC = "metric"
+    SAVED = "saved"  # kept for a separate backward graph
+
+
+@dataclass(frozen=True)
+class Output:
+    """One element of the output tuple.
+
+    USER: ``leaf`` is its place in the flattened return value of the model. GRAD: ``name`` is the placeholder whose gradient
+    it is. METRIC: ``name`` is the module path and ``what`` the quantity.
+    """
+
+    kind: OutputKind
+    name: str = ""
+    leaf: int = -1
+    what: str = ""
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """What one pass did: its text form, number of rewrites, node counts, seconds, text and diff of the graph."""
+
+    pass_text: str
+    rewrites: int
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+    ops: tuple[tuple[str, int], ...]
+    text: str = ""
+    diff: str = ""
+
+
+@dataclass
+class Program:
+    """A graph whose placeholders line up with ``inputs`` and whose output tuple lines up with ``outputs``."""
+
+    graph_module: GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    plan: Plan
+    mesh: Mesh
+    level: Level = Level.MODEL
+    facts: frozenset[Any] = frozenset()
+    history: list[HistoryEntry] = field(default_factory=list)
+    in_spec: TreeSpec | None = None
+    out_spec: TreeSpec | None = None
+    out_template: tuple[Any, ...] = ()
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    pipeline: str = ""
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.graph_module.graph
+
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def items(self) -> Iterator[tuple[Node, Input]]:
+        """Placeholders with their meaning."""
+        return iter(zip(self.placeholders(), self.inputs, strict=True))
+
+    def output_nodes(self) -> list[Any]:
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return program_text(self)

@@ -1,0 +1,1 @@
+"""Joint tracing of forward and backward, one template per kind of layer."""

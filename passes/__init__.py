@@ -1,0 +1,28 @@
+"""All passes, in the order in which a pipeline usually has them, and the preset pipelines."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from moecompile.pass_base import Pass
+
+from .differentiate import Differentiate
+from .insert_dispatch import InsertDispatch
+from .lower_ops import LowerOps
+from .shard_dense import ShardDense
+from .shard_experts import ShardExperts
+from .sync_grads import SyncGrads
+
+ALL_PASSES: tuple[type[Pass], ...] = (
+    ShardDense,
+    ShardExperts,
+    InsertDispatch,
+    Differentiate,
+    SyncGrads,
+    LowerOps,
+)
+PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
+
+# what a call under grad that returns a loss runs, and what any other call runs
+STEP = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate,sync-grads,lower-ops"
+FORWARD = "recognize-moe,shard-dense,shard-experts,insert-dispatch,lower-ops"

@@ -1,0 +1,49 @@
+"""Replace moe:: compute ops by one backend's own.
+
+Before:  moe.grouped_linear, moe.unpermute, ...
+After:   moe_cpu.grouped_linear, moe_cpu.unpermute, ...
+
+The backend's ops have the same meaning and no gradient, so this comes after ``differentiate``. Collectives stay as they are:
+they are bound to process groups when a program is executed. Does nothing with backend=reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch.fx import GraphModule
+
+from moecompile import graph as graphs
+from moecompile import ops
+from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.program import Level
+
+_CPU: dict[Any, Any] = {
+    ops.grouped_linear: ops.cpu.grouped_linear,
+    ops.grouped_linear_wgrad: ops.cpu.grouped_linear_wgrad,
+    ops.unpermute: ops.cpu.unpermute,
+    ops.unpermute_backward: ops.cpu.unpermute_backward,
+}
+
+
+@dataclass(frozen=True)
+class LowerOps(Pass):
+    """Choose the implementation of every moe:: compute op. ``reference`` is the plain-torch meaning, for any device."""
+
+    backend: Literal["cpu", "reference"] = "cpu"
+
+    name: ClassVar[str] = "lower-ops"
+    level: ClassVar[Level | None] = None
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.LOWERED})
+    removes: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
+
+    def run(self, graph: GraphModule, ctx: PassContext) -> int:
+        if self.backend == "reference":
+            return 0
+        calls = graphs.find(graph, *_CPU)
+        for node in calls:
+            node.target = _CPU[node.target]
+        return len(calls)

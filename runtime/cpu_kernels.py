@@ -1,0 +1,201 @@
+"""CPU kernels of the `moe_cpu::` ops: the meaning of the plain-torch reference with fewer passes over memory.
+
+What makes them faster: products written straight into their place (`out=`), weighted sums that gather
+without materialising the gathered rows, in-place arithmetic on one scratch buffer, and blocks of rows that
+stay in the cache.  Importing this file registers the kernels.  Where a case is rare (padding rows, mixed or
+low precision) they call the reference op.
+"""
+
+import torch
+from torch import Tensor
+
+from moecompile import ops
+from moecompile.ops.cpu import LIBRARY, check_rms_norm, check_silu_mul, check_swiglu, statistics_dtype
+from moecompile.ops.experts import (
+    check_grouped_linear,
+    check_grouped_linear_wgrad,
+    check_same_rows,
+    rows_by_expert,
+    segments,
+)
+from moecompile.ops.routing import check_rows, check_unpermute, check_unpermute_backward, may_have_padding
+
+aten = torch.ops.aten
+
+# Elements per block of the swiglu gradient: its operands together stay in the level-2 and level-3 caches.
+BLOCK_ELEMENTS = 1 << 17
+
+FULL_PRECISION = (torch.float32, torch.float64)
+
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def grouped_linear(rows: Tensor, tokens_per_expert: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`moe::grouped_linear` as one product per [source, expert] segment, without filling the output first."""
+    check_grouped_linear(rows, tokens_per_expert, weight, bias)
+    # The segments cover all rows (checked), so nothing of this memory stays unwritten.
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    weights = weight.transpose(1, 2).unbind(0)
+    biases = None if bias is None else bias.unbind(0)
+    for expert, start, stop in segments("grouped_linear", tokens_per_expert, rows.shape[0]):
+        if biases is None:
+            torch.mm(rows[start:stop], weights[expert], out=out[start:stop])
+        else:
+            torch.addmm(biases[expert], rows[start:stop], weights[expert], out=out[start:stop])
+    return out
+
+
+def grouped_linear_wgrad(grad: Tensor, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """`moe::grouped_linear_wgrad`, each source added into its expert's gradient in place."""
+    check_grouped_linear_wgrad(grad, rows, tokens_per_expert)
+    check_same_rows("grouped_linear_wgrad", grad, rows)
+    if grad.dtype not in FULL_PRECISION:  # adding up the sources one by one would round between them
+        reference: Tensor = ops.grouped_linear_wgrad(grad, rows, tokens_per_expert)
+        return reference
+    out = grad.new_empty(tokens_per_expert.shape[-1], grad.shape[1], rows.shape[1])
+    idle = set(range(out.shape[0]))
+    for expert, (first, *others) in rows_by_expert("grouped_linear_wgrad", tokens_per_expert, rows):
+        torch.mm(grad[first].t(), rows[first], out=out[expert])
+        for span in others:
+            out[expert].addmm_(grad[span].t(), rows[span])
+        idle.remove(expert)
+    for expert in idle:
+        out[expert].zero_()
+    return out
+
+
+# ---- unpermute ---------------------------------------------------------------------------------------------
+
+
+def unpermute(rows: Tensor, row_map: Tensor, num_tokens: int, top_k: int, probs: Tensor | None = None) -> Tensor:
+    """`moe::unpermute` as one bag of rows per token: rows are read once and no weighted copy is made."""
+    check_unpermute("unpermute", rows, row_map, num_tokens, top_k, probs)
+    num_choices = num_tokens * top_k
+    check_rows("unpermute", rows, row_map, num_choices)
+    mixed = rows.dtype not in FULL_PRECISION or (probs is not None and probs.dtype != rows.dtype)
+    if mixed or rows.numel() == 0 or may_have_padding(row_map):
+        reference: Tensor = ops.unpermute(rows, row_map, num_tokens, top_k, probs)
+        return reference
+    inverse = torch.full((num_choices,), -1, dtype=torch.int64)
+    inverse[row_map] = torch.arange(rows.shape[0])
+    offsets = torch.arange(0, num_choices, top_k)
+    weights = None if probs is None else probs.reshape(-1)
+    if rows.shape[0] < num_choices:  # some choices have no row: their token's bag is smaller
+        present = inverse >= 0
+        sizes = present.view(num_tokens, top_k).sum(1)
+        inverse, offsets = inverse[present], sizes.cumsum(0) - sizes
+        weights = None if weights is None else weights[present]
+    return torch.nn.functional.embedding_bag(inverse, rows, offsets, mode="sum", per_sample_weights=weights)
+
+
+def unpermute_backward(grad: Tensor, rows: Tensor, row_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """`moe::unpermute_backward` with one gathered copy, scaled in place after its dot products were taken."""
+    check_unpermute_backward(grad, rows, row_map, probs)
+    check_rows("unpermute_backward", rows, row_map, probs.numel())
+    mixed = rows.dtype not in FULL_PRECISION or not (grad.dtype == rows.dtype == probs.dtype)
+    if mixed or rows.numel() == 0 or may_have_padding(row_map):
+        reference: tuple[Tensor, Tensor] = ops.unpermute_backward(grad, rows, row_map, probs)
+        return reference
+    grad_rows = grad.index_select(0, row_map // probs.shape[1])
+    dots = torch.linalg.vecdot(grad_rows, rows)
+    grad_probs = dots.new_zeros(probs.numel())
+    grad_probs[row_map] = dots
+    grad_rows.mul_(probs.reshape(-1).index_select(0, row_map).unsqueeze(1))
+    return grad_rows, grad_probs.view(probs.shape)
+
+
+# ---- swiglu ------------------------------------------------------------------------------------------------
+# Order and rounding are those of ATen's silu, mul and silu_backward, so the results are theirs bit by bit.
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    check_silu_mul(gate, up)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    activated: Tensor = aten.silu.out(gate, out=out)
+    return activated.mul_(up)
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """silu(gate) * up for h = [gate|up] along the last dimension."""
+    check_swiglu(h)
+    gate, up = h.chunk(2, -1)
+    return silu_mul(gate, up)
+
+
+def _write_silu_mul_grads(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """Fill the last two arguments block by block; all are [R, F]."""
+    num_rows, width = gate.shape
+    step = max(1, min(num_rows, BLOCK_ELEMENTS // max(width, 1)))
+    scratch = gate.new_empty(step, width)
+    blocks = (torch.split(t, step) for t in (grad, gate, up, grad_gate, grad_up))
+    for d, g, u, out_g, out_u in zip(*blocks, strict=True):
+        s = scratch[: g.shape[0]]
+        aten.silu.out(g, out=s)
+        torch.mul(d, s, out=out_u)
+        torch.mul(d, u, out=s)
+        aten.silu_backward.grad_input(s, g, grad_input=out_g)
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    check_silu_mul(gate, up)
+    grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    grad_up = torch.empty_like(up, memory_format=torch.contiguous_format)
+    if gate.numel():
+        flat = [t.reshape(-1, gate.shape[-1]) for t in (grad, gate, up, grad_gate, grad_up)]
+        _write_silu_mul_grads(*flat)
+    return grad_gate, grad_up
+
+
+def swiglu_backward(grad: Tensor, h: Tensor) -> Tensor:
+    check_swiglu(h)
+    grad_h = torch.empty_like(h, memory_format=torch.contiguous_format)
+    width = h.shape[-1]
+    if h.numel():
+        gate, up = h.reshape(-1, width).chunk(2, 1)
+        grad_gate, grad_up = grad_h.view(-1, width).chunk(2, 1)
+        _write_silu_mul_grads(grad.reshape(-1, width // 2), gate, up, grad_gate, grad_up)
+    return grad_h
+
+
+# ---- rms_norm ----------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = (x * rstd, rounded to x's dtype) * weight; rstd = 1 / sqrt(mean(x^2) + eps), float32 or wider."""
+    check_rms_norm(x, weight)
+    wide = x.to(statistics_dtype(x))
+    rstd = torch.linalg.vecdot(wide, wide).div_(max(x.shape[-1], 1)).add_(eps).rsqrt_().unsqueeze(-1)
+    normal = torch.mul(wide, rstd, out=torch.empty_like(wide, memory_format=torch.contiguous_format))
+    return normal.to(x.dtype).mul_(weight), rstd
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_x = rstd * (d - n * mean(d * n)) and grad_weight = sum(grad * n).
+
+    Here n = x * rstd and d = grad * weight.
+    """
+    check_rms_norm(x, weight)
+    width = x.shape[-1]
+    g, wide_x = (t.reshape(-1, width).to(rstd.dtype) for t in (grad, x))
+    r, w = rstd.reshape(-1, 1), weight.to(rstd.dtype)
+    buffer = torch.mul(g, wide_x).mul_(r)  # grad * n
+    grad_weight = buffer.sum(0)
+    slope = torch.linalg.vecdot(buffer, w).unsqueeze(1).mul_(r).mul_(r).div_(-max(width, 1))
+    grad_x = torch.mul(g, w, out=buffer).mul_(r).addcmul_(wide_x, slope)
+    return grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+for _kernel in (
+    grouped_linear,
+    grouped_linear_wgrad,
+    unpermute,
+    unpermute_backward,
+    swiglu,
+    swiglu_backward,
+    silu_mul,
+    silu_mul_backward,
+    rms_norm,
+    rms_norm_backward,
+):
+    LIBRARY.impl(_kernel.__name__, _kernel, "CPU")  # type: ignore[no-untyped-call]

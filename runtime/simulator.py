@@ -1,0 +1,267 @@
+"""Run every rank's graph in one process, in lock step, with the collectives done right here.
+
+Each rank is a coroutine that runs node by node and stops at a collective.  A collective happens when all ranks of its group
+have stopped at one that fits; what would hang on real processes, or hand out garbage, is a VerifyError that names ranks and
+nodes.  Results equal those of gloo except for the order in which gloo adds: here it is rank order.
+
+Nothing detaches, so under grad mode autograd runs across the ranks: the gradient of the sum of all ranks' losses is the
+true one, whatever the graphs' own backward nodes say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from moecompile import meta, ops
+from moecompile.errors import VerifyError
+from moecompile.mesh import Mesh
+from moecompile.runtime.process_groups import axis_of
+
+# Called as ``trace(rank, node, value)`` after every node.
+Trace = Callable[[int, Node, Any], None]
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A rank that waits in a collective. ``group`` are the ranks it expects, in the order of the axis."""
+
+    rank: int
+    node: Node
+    op: Any
+    args: tuple[Any, ...]
+    axis: str
+    group: tuple[int, ...]
+
+    @property
+    def x(self) -> Tensor:
+        found = self.args[0]
+        assert isinstance(found, Tensor)
+        return found
+
+    def __str__(self) -> str:
+        kind = f" {self.args[1]}" if self.op is ops.all_reduce else ""
+        return (
+            f"rank {self.rank} at {meta.where(self.node)}: {_name(self.op)}{kind} of {_shape(self.x)} "
+            f"on axis {self.axis}, ranks {self.group}"
+        )
+
+
+_Run = Generator[_Stop, Tensor, Any]
+
+
+def simulate(
+    graph_modules: Sequence[GraphModule] | GraphModule,
+    inputs_per_rank: Sequence[Sequence[Any]],
+    mesh: Mesh,
+    *,
+    trace: Trace | None = None,
+) -> list[Any]:
+    """Outputs of all ranks, in rank order. ``inputs_per_rank[r]`` lines up with the placeholders of rank r's graph.
+
+    One graph stands for all ranks; graphs name mesh axes, not process groups.  Raises VerifyError for a collective that
+    lacks a partner or does not fit its partners' (op, dtype, shape, axis), and for a dispatch or combine in which a rank
+    sends another number of rows than its peer expects.  What a node itself raises gets a note that names rank and node.
+    """
+    world_size = mesh.world_size
+    graphs = [graph_modules] * world_size if isinstance(graph_modules, GraphModule) else list(graph_modules)
+    if len(graphs) != world_size or len(inputs_per_rank) != world_size:
+        raise VerifyError(
+            f"simulate: {mesh.plan} has {world_size} ranks, but {len(graphs)} graphs and {len(inputs_per_rank)} lists of "
+            "inputs were given; pass one of each per rank, or one graph for all."
+        )
+    runs = [_run(graph, inputs_per_rank[rank], rank, mesh, trace) for rank, graph in enumerate(graphs)]
+    waiting: dict[int, _Stop] = {}
+    results: dict[int, Any] = {}
+    answers: dict[int, Tensor | None] = dict.fromkeys(range(world_size))
+    while len(results) < world_size:
+        for rank, answer in answers.items():
+            try:
+                waiting[rank] = runs[rank].send(answer)  # type: ignore[arg-type]  # the first send of a generator is None
+            except StopIteration as end:
+                results[rank] = end.value
+        answers = _meet(waiting)
+        if not answers and waiting:
+            raise _deadlock(waiting, results)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _run(graph_module: GraphModule, inputs: Sequence[Any], rank: int, mesh: Mesh, trace: Trace | None) -> _Run:
+    """Execute one rank's graph; yields at collectives, is sent their results, returns the output."""
+    nodes = list(graph_module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    if len(inputs) != len(placeholders):
+        raise VerifyError(f"simulate: rank {rank} got {len(inputs)} inputs, but its graph has {len(placeholders)}.")
+    env: dict[Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    last_use = {source: node for node in nodes for source in node.all_input_nodes}
+    for node in nodes:
+        if node.op == "output":
+            return map_arg(node.args[0], env.__getitem__)
+        if node.op == "get_attr":
+            env[node] = _attribute(graph_module, str(node.target))
+        elif node.op == "call_function" and node.target in ops.COLLECTIVES:
+            env[node] = yield _stop(node, env, rank, mesh)
+        elif node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            try:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # call_function targets are callable
+            except Exception as error:
+                error.add_note(f"while simulating rank {rank}, at {meta.where(node)}")
+                raise
+        elif node.op != "placeholder":
+            raise VerifyError(
+                f"simulate: rank {rank} has a node {node.name} of kind {node.op}, which no program holds."
+            )
+        if trace is not None:
+            trace(rank, node, env[node])
+        for source in node.all_input_nodes:  # free values as early as real execution does
+            if last_use[source] is node:
+                env.pop(source, None)
+    raise VerifyError(f"simulate: the graph of rank {rank} has no output node.")
+
+
+def _attribute(graph_module: GraphModule, path: str) -> Any:
+    found: Any = graph_module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
+    args = map_arg(node.args, env.__getitem__)
+    axis = axis_of(node)
+    assert axis is not None
+    return _Stop(rank, node, node.target, args, axis, mesh.group_ranks(axis, rank))
+
+
+# ---- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def _meet(waiting: dict[int, _Stop]) -> dict[int, Tensor | None]:
+    """Do every collective whose group is complete; removes its ranks from ``waiting`` and returns their results."""
+    answers: dict[int, Tensor | None] = {}
+    for rank in sorted(waiting):
+        if rank not in waiting:
+            continue
+        group = waiting[rank].group
+        if all(peer in waiting and waiting[peer].group == group for peer in group):
+            stops = [waiting.pop(peer) for peer in group]
+            _check_fit(stops)
+            answers.update(zip(group, _COLLECTIVES[stops[0].op](stops), strict=True))
+    return answers
+
+
+def _check_fit(stops: list[_Stop]) -> None:
+    """All ranks must ask for the same thing."""
+    first = stops[0]
+    same_shape = first.op in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.exchange_counts)
+
+    def asked(stop: _Stop) -> tuple[Any, ...]:
+        constants = tuple(item for item in stop.args[1:-1] if isinstance(item, str | int)) if same_shape else ()
+        return stop.op, stop.axis, stop.x.dtype, stop.x.shape if same_shape else stop.x.shape[1:], constants
+
+    if any(asked(stop) != asked(first) for stop in stops[1:]):
+        raise VerifyError(
+            "simulate: the ranks of a group are in collectives that do not fit: "
+            + "; ".join(map(str, stops))
+            + ". All "
+            "ranks must run the same collectives in the same order."
+        )
+    size = len(first.group)
+    stated = {ops.exchange_counts: first.args[1], ops.all_gather: first.args[1], ops.reduce_scatter: first.args[1]}
+    if stated.get(first.op, size) != size:
+        raise VerifyError(
+            f"simulate: {first} is written for a group of {stated[first.op]}, but its group has {size} ranks."
+        )
+
+
+def _deadlock(waiting: dict[int, _Stop], results: dict[int, Any]) -> VerifyError:
+    lines = []
+    for rank, stop in sorted(waiting.items()):
+        absent = [peer for peer in stop.group if peer not in waiting or waiting[peer].group != stop.group]
+        lines.append(f"{stop}, waits for rank {', '.join(map(str, absent))}")
+    if results:
+        lines.append(f"rank {', '.join(map(str, sorted(results)))} has finished")
+    return VerifyError(
+        "simulate: deadlock, no collective has all its ranks: "
+        + "; ".join(lines)
+        + ". Some rank lacks a collective or has "
+        "one too many."
+    )
+
+
+# ---- the collectives -------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(stops: list[_Stop]) -> list[Tensor]:
+    kind = stops[0].args[1]
+    total = stops[0].x.clone()
+    for stop in stops[1:]:
+        total = total + stop.x if kind == "sum" else getattr(torch, f"{kind}imum")(total, stop.x)
+    return [total.clone() for _ in stops]
+
+
+def _all_gather(stops: list[_Stop]) -> list[Tensor]:
+    return [torch.cat([stop.x for stop in stops]) for _ in stops]
+
+
+def _reduce_scatter(stops: list[_Stop]) -> list[Tensor]:
+    total = stops[0].x.clone()
+    for stop in stops[1:]:
+        total = total + stop.x
+    if total.shape[0] % len(stops) != 0:
+        raise VerifyError(f"simulate: {stops[0]} cannot be cut into {len(stops)} equal parts.")
+    return [part.clone() for part in total.tensor_split(len(stops))]
+
+
+def _exchange_counts(stops: list[_Stop]) -> list[Tensor]:
+    parts = [stop.x.tensor_split(len(stops)) for stop in stops]
+    return [torch.stack([source[i] for source in parts]) for i in range(len(stops))]
+
+
+def _exchange(stops: list[_Stop]) -> list[Tensor]:
+    """dispatch and combine: rows to their destinations, after both sides' sizes were compared."""
+    sends, receives = [stop.args[1].tolist() for stop in stops], [stop.args[2].tolist() for stop in stops]
+    group = stops[0].group
+    for i, stop in enumerate(stops):
+        rows, expected = stop.x.shape[0], int(stop.args[3])
+        fits = len(sends[i]) == len(receives[i]) == len(group)
+        if not fits or sum(sends[i]) != rows or sum(receives[i]) != expected or min(sends[i] + receives[i]) < 0:
+            raise VerifyError(
+                f"simulate: {stop}: send {sends[i]} must add up to {rows} rows and recv {receives[i]} to {expected}, with one "
+                f"entry for each of {len(group)} ranks; pass the sizes of this exchange (swapped on the way back)."
+            )
+    for i, source in enumerate(stops):
+        for j, target in enumerate(stops):
+            if sends[i][j] != receives[j][i]:
+                raise VerifyError(
+                    f"simulate: rank {source.rank} sends {sends[i][j]} rows at {meta.where(source.node)} to rank "
+                    f"{target.rank}, which expects {receives[j][i]} at {meta.where(target.node)}; exchange the counts of this "
+                    "very routing first."
+                )
+    parts = [stop.x.split(sends[i]) for i, stop in enumerate(stops)]
+    return [torch.cat([source[j] for source in parts]) for j in range(len(stops))]
+
+
+_COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
+    ops.all_reduce: _all_reduce,
+    ops.all_gather: _all_gather,
+    ops.reduce_scatter: _reduce_scatter,
+    ops.exchange_counts: _exchange_counts,
+    ops.dispatch: _exchange,
+    ops.combine: _exchange,
+}
+
+
+def _name(op: Any) -> str:
+    return f"moe::{op.name().split('::')[1].split('.')[0]}"
+
+
+def _shape(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
