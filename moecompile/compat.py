@@ -11,6 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# A graph can hold only a group's name, and nothing public finds the group again.
+# torch.distributed has these, but does not export them to type checkers.
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
 # Traced backward nodes know their forward op only through these hooks.
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
 
@@ -25,11 +31,10 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# A graph can hold only a group's name, and nothing public finds the group again.
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
-from torch.distributed.distributed_c10d import (
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
-    _resolve_process_group,  # type: ignore[attr-defined]
+    _resolve_process_group,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
@@ -62,14 +67,14 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store of the default process group."""
     return _get_default_store()
 
 
 def profiler_enabled() -> bool:
     """Whether a profiler records on this thread; nothing public tells."""
-    return torch.autograd._profiler_enabled()
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def has_autocast_rule(target: OpOverload, device_type: str) -> bool:

@@ -128,6 +128,7 @@ class Program:
     in_spec: TreeSpec | None = None
     out_spec: TreeSpec | None = None
     out_template: tuple[Any, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
     pipeline: str = ""
 

@@ -12,17 +12,19 @@ from .lower_ops import LowerOps
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .sync_grads import SyncGrads
+from .sync_loss import SyncLoss
 
 ALL_PASSES: tuple[type[Pass], ...] = (
     ShardDense,
     ShardExperts,
     InsertDispatch,
     Differentiate,
+    SyncLoss,
     SyncGrads,
     LowerOps,
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs, and what any other call runs
-STEP = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate,sync-grads,lower-ops"
-FORWARD = "recognize-moe,shard-dense,shard-experts,insert-dispatch,lower-ops"
+STEP = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate,sync-loss,sync-grads,lower-ops"
+FORWARD = "recognize-moe,shard-dense,shard-experts,insert-dispatch,sync-loss,lower-ops"

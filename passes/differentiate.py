@@ -30,7 +30,7 @@ class Differentiate(Pass):
     templates: bool = True
 
     name: ClassVar[str] = "differentiate"
-    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.LOSS_SHARES})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.DIFFERENTIATED})
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 

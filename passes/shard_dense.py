@@ -18,7 +18,7 @@ from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
-from moecompile.placement.types import PARTIAL, REPLICATE, Partial, Placement, Shard
+from moecompile.placement.types import PARTIAL, REPLICATE, Partial, Placement
 from moecompile.program import Input, InputKind, Output, OutputKind
 
 
@@ -28,7 +28,7 @@ class ShardDense(Pass):
 
     name: ClassVar[str] = "shard-dense"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
-    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_SHARDED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_SHARDED, Fact.LOSS_SHARES})
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
@@ -38,11 +38,7 @@ class ShardDense(Pass):
         walk = sharder(graph.graph, {"dp": ranks}, ctx.mode)
         cut = 0
         for node, item in ctx.program.items():
-            placed: Placement = (
-                Shard(0)
-                if item.kind is InputKind.BATCH and item.leaf >= 0 and ("dp", Shard(0)) in item.placements
-                else REPLICATE
-            )
+            placed: Placement = dict(item.placements).get("dp", REPLICATE)
             walk.add_placeholder(node, {"dp": placed})
             cut += placed != REPLICATE
         for node in graph.graph.nodes:

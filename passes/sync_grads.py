@@ -1,7 +1,7 @@
-"""Reduce each gradient once, over the axes that hold its parameter whole; sum the loss shares.
+"""Reduce each gradient once, over the axes that hold its parameter whole.
 
 Before:  every gradient is what this rank's share of the loss contributes
-After:   dense gradients are summed over dp, expert gradients over edp, each group in one flat bucket; the loss is everyone's
+After:   dense gradients are summed over dp, expert gradients over edp, each group in one flat bucket
 
 Which axes: a parameter's gradient is a partial sum over every axis on which the parameter is replicated. No axis is named by
 hand and nothing is scaled, because the ranks' shares of the loss add up to the loss. Does nothing on one rank.
@@ -27,13 +27,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SyncGrads(Pass):
-    """All-reduce gradients in flat buckets of at most ``bucket_mb`` MiB (0: one bucket a group and dtype).
-
-    ``gradients=false`` leaves them as this rank's share and reduces the loss only: what a step under ``no_sync`` runs.
-    """
+    """All-reduce gradients in flat buckets of at most ``bucket_mb`` MiB (0: one bucket a group and dtype)."""
 
     bucket_mb: int = 0
-    gradients: bool = True
 
     name: ClassVar[str] = "sync-grads"
     level: ClassVar[Level] = Level.STEP
@@ -49,10 +45,7 @@ class SyncGrads(Pass):
         for at, (found, output) in enumerate(zip(results, program.outputs, strict=True)):
             if not isinstance(found, Node):
                 continue
-            if output.kind is OutputKind.LOSS and ctx.mesh.size("dp") > 1:
-                results[at] = _reduce(graph.graph, found, "dp", ctx)
-                done += 1
-            if output.kind is OutputKind.GRAD and self.gradients:
+            if output.kind is OutputKind.GRAD:
                 axis = reduce_axis(by_name[output.name], ctx.mesh)
                 if ctx.mesh.size(axis) > 1:
                     buckets.setdefault((axis, meta.tensor(found).dtype), []).append(at)
@@ -83,12 +76,6 @@ def reduce_axis(item: Input, mesh: Mesh) -> str:
     """The axis over which a parameter is replicated: edp for one that is cut over ep, dp for one that no axis cuts."""
     cut_over_experts = any(axis == "ep" and isinstance(placed, Shard) for axis, placed in item.placements)
     return "edp" if cut_over_experts else "dp"
-
-
-def _reduce(graph: Graph, found: Node, axis: str, ctx: PassContext) -> Node:
-    with graph.inserting_before(graph.output_node()):
-        made = graphs.call(graph, ops.all_reduce, found, "sum", axis, like=found, mode=ctx.mode)
-    return made
 
 
 def _reduce_bucket(graph: Graph, results: list[Node], members: list[int], axis: str, ctx: PassContext) -> None:

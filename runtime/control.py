@@ -1,7 +1,7 @@
 """One small exchange at the start of a call, so that a fault only one rank sees is raised on all.
 
-Without it the rank that raises leaves the others waiting in a collective until they time out, and ranks that were given
-different shapes or models compute garbage together.
+Without it the rank that raises leaves the others waiting in a collective until they time out, and ranks that
+were given different shapes or models compute garbage together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moecompile.errors import CaptureError, PassError, PlanError, VerifyError
-from moecompile.runtime.faults import RELAYED, PeerFault, are_missing, is_peer_fault, missing_ranks
+from moecompile.runtime.faults import RELAYED, PeerError, are_missing, is_peer_fault, missing_ranks
 from moecompile.runtime.process_groups import ProcessGroups
 
 _RAISABLE: tuple[type[Exception], ...] = (CaptureError, PassError, PlanError, VerifyError, ValueError, TypeError)
@@ -23,18 +23,14 @@ _MAX_TEXT = 4000
 def agree(groups: ProcessGroups, signature: str, error: Exception | None = None) -> None:
     """Return on all ranks if all came with the same signature and no error, else raise on all.
 
-    ``signature`` describes the call, one fact a line, without anything that may differ between ranks.  A rank that has an
-    ``error`` raises that error; the others raise one of the same type that names the rank and its message.  Different
-    signatures raise CaptureError with the lines that differ.  A rank that does not come is a PeerFault after the plan's
-    timeout.  Costs one all-gather of three integers when all is well.
+    ``signature`` describes the call, one fact a line, without anything that may differ between ranks.  A rank
+    that has an ``error`` raises that error; the others raise one of the same type that names the rank and its
+    message.  Different signatures raise CaptureError with the lines that differ.  A rank that does not come
+    is a PeerError after the plan's timeout.  Costs one all-gather of three integers when all is well.
     """
-    group = groups.control
-    if group is None:
-        if error is not None:
-            raise error
-        return
     try:
-        texts = _exchange(group, groups.mesh.world_size, signature, error)
+        group = groups.control
+        texts = None if group is None else _exchange(group, groups.mesh.world_size, signature, error)
     except RuntimeError as failure:
         if not is_peer_fault(failure):
             raise
@@ -101,16 +97,17 @@ def _disagreement(signatures: list[str]) -> CaptureError:
     theirs = [line for line in there if line not in here] or there
     return CaptureError(
         f"the ranks were not given the same call: rank {', '.join(map(str, odd))} has {'; '.join(own[:3])}, "
-        f"but rank {usual} has {'; '.join(theirs[:3])}; give every rank the same model and settings, and batches of one shape."
+        f"but rank {usual} has {'; '.join(theirs[:3])}; give every rank the same model and settings, and "
+        "batches of one shape."
     )
 
 
-def _peer_fault(groups: ProcessGroups) -> PeerFault:
+def _peer_fault(groups: ProcessGroups) -> PeerError:
     others = [rank for rank in range(groups.mesh.world_size) if rank != groups.rank]
     missing = missing_ranks(groups.fault_store, groups.rank, others, groups.hang_up)
-    return PeerFault(
-        f"rank {groups.rank}: the control exchange at the start of the call failed: {are_missing(missing)} (it died, or did "
-        f"not arrive within timeout={groups.mesh.plan.timeout:g} s); look for its own error first, or raise "
-        "Plan(timeout=...).",
+    return PeerError(
+        f"rank {groups.rank}: the control exchange at the start of the call failed: {are_missing(missing)} "
+        f"(it died, or did not arrive within timeout={groups.mesh.plan.timeout:g} s); look for its own "
+        "error first, or raise Plan(timeout=...).",
         missing,
     )

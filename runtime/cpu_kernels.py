@@ -105,7 +105,8 @@ def unpermute_backward(grad: Tensor, rows: Tensor, row_map: Tensor, probs: Tenso
 
 
 # ---- swiglu ------------------------------------------------------------------------------------------------
-# Order and rounding are those of ATen's silu, mul and silu_backward, so the results are theirs bit by bit.
+# Order and rounding are those of ATen's silu, mul and silu_backward, so where operands are dense in their last
+# dimension the results are theirs bit by bit.
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Run one rank's program: generated code, bound to this rank's process groups.
 
-The code is generated once.  A second copy with profiler ranges around every module is made when a profiler first looks.
-When a collective fails because a peer is gone, the error says in one sentence where this rank was and which rank is missing.
+The code is generated once.  A second copy with profiler ranges around every module is made when a profiler
+first looks. When a collective fails because a peer is gone, the error says in one sentence where this rank
+was and which rank is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from moecompile import meta
 from moecompile.compat import profiler_enabled
 from moecompile.program import Level, Program
-from moecompile.runtime.faults import PeerFault, are_missing, is_peer_fault, missing_ranks
+from moecompile.runtime import cpu_kernels as cpu_kernels  # registers the kernels of moe_cpu::
+from moecompile.runtime.faults import PeerError, are_missing, is_peer_fault, missing_ranks
 from moecompile.runtime.process_groups import ProcessGroups, axis_of, bind
 
 _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
@@ -30,9 +32,10 @@ _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
 class Executor:
     """A program ready to run on this rank: ``executor(inputs)`` takes and returns flat lists.
 
-    ``inputs`` line up with the placeholders, the returned tuple with ``program.outputs``.  Graphs at step level hold their
-    own backward and run without autograd.  ``ranges``: put profiler ranges that carry module names around the nodes of each
-    module; None means only while a profiler is on.  Raises PeerFault when a peer died or did not arrive in time.
+    ``inputs`` line up with the placeholders, the returned tuple with ``program.outputs``.  Graphs at step
+    level hold their own backward and run without autograd.  ``ranges``: put profiler ranges that carry module
+    names around the nodes of each module; None means only while a profiler is on.  Raises PeerError when a
+    peer died or did not arrive in time.
     """
 
     def __init__(self, program: Program, groups: ProcessGroups, *, ranges: bool | None = None) -> None:
@@ -61,7 +64,7 @@ class Executor:
                 return outputs
         except Exception as error:
             node = _failed_node(error, module)
-            if node is not None and is_peer_fault(error):
+            if node is not None and node.name in self._axes and is_peer_fault(error):
                 raise self._peer_fault(node) from error
             if node is not None:
                 error.add_note(f"rank {self.groups.rank}, at {meta.where(node)}")
@@ -72,17 +75,18 @@ class Executor:
             self._ranged = with_ranges(self._bound)
         return self._ranged
 
-    def _peer_fault(self, node: Node) -> PeerFault:
+    def _peer_fault(self, node: Node) -> PeerError:
         """Name op, layer, phase, axis and the missing rank."""
-        axis = self._axes.get(node.name, "world")
+        axis = self._axes[node.name]
         ranks = self.groups.ranks(axis)
         others = [rank for rank in ranks if rank != self.groups.rank]
         missing = missing_ranks(self.groups.fault_store, self.groups.rank, others, self.groups.hang_up)
         layer = meta.module_path(node) or meta.layer(node) or "the model"
-        return PeerFault(
-            f"rank {self.groups.rank}: {node.name} of {layer} ({meta.direction(node).value}) failed on axis {axis}, ranks "
-            f"{ranks}: {are_missing(missing)} (it died, or did not arrive within timeout={self.groups.mesh.plan.timeout:g} s); look for its "
-            "own error first, or raise Plan(timeout=...).",
+        return PeerError(
+            f"rank {self.groups.rank}: {node.name} of {layer} ({meta.direction(node).value}) failed on axis "
+            f"{axis}, ranks {ranks}: {are_missing(missing)} (it died, or did not arrive within "
+            f"timeout={self.groups.mesh.plan.timeout:g} s); look for its own error first, or raise "
+            "Plan(timeout=...).",
             missing,
         )
 
@@ -98,13 +102,13 @@ def _failed_node(error: BaseException, module: GraphModule) -> Node | None:
     return None
 
 
-# ---- profiler ranges -------------------------------------------------------------------------------------------------
+# ---- profiler ranges ---------------------------------------------------------------------------------------
 
 
 def enter_range(name: str) -> Any:
     """Open a profiler range; generated code calls this."""
     opened = torch.profiler.record_function(name)
-    opened.__enter__()
+    opened.__enter__()  # type: ignore[no-untyped-call]  # torch has no types there
     return opened
 
 
@@ -114,7 +118,9 @@ def exit_range(opened: Any) -> None:
 
 
 def with_ranges(graph_module: GraphModule) -> GraphModule:
-    """A copy of the graph with nested profiler ranges, one per module and direction, named like ``forward layers.0.mlp``."""
+    """A copy of the graph with nested profiler ranges, one per module and direction, named like ``forward
+    layers.0.mlp``.
+    """
     ranged = Graph()
     env: dict[Node, Any] = {}
     opened: list[tuple[str, Node]] = []
@@ -138,14 +144,14 @@ def with_ranges(graph_module: GraphModule) -> GraphModule:
     return GraphModule(graph_module, ranged)
 
 
-# ---- allocator -------------------------------------------------------------------------------------------------------
+# ---- allocator ---------------------------------------------------------------------------------------------
 
 
 def tune_allocator() -> bool:
     """Let glibc keep freed memory for the next step, instead of giving it back and faulting it in again.
 
-    Blocks under 1 GiB come from the heap rather than from mmap, and the heap is not trimmed.  Affects the whole process, for
-    good; peak memory stays what it was.  Returns False where the C library is not glibc.
+    Blocks under 1 GiB come from the heap rather than from mmap, and the heap is not trimmed.  Affects the
+    whole process, for good; peak memory stays what it was.  Returns False where the C library is not glibc.
     """
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"):
         return False

@@ -1,12 +1,12 @@
 """Start one process per rank on this machine, and never leave one behind.
 
-`launch` runs a function or a script once; `RankPool` keeps its processes alive between calls, because a fresh interpreter
-that imports torch costs seconds.  Both give every rank a gloo process group over 127.0.0.1, stop the whole run within
-seconds of the first failure, and report that failure with the traceback of the rank it happened on, not the
-connection-closed noise of the ranks that waited for it.
+`launch` runs a function or a script once; `RankPool` keeps its processes alive between calls, because a fresh
+interpreter that imports torch costs seconds.  Both give every rank a gloo process group over 127.0.0.1, stop
+the whole run within seconds of the first failure, and report that failure with the traceback of the rank it
+happened on, not the connection-closed noise of the ranks that waited for it.
 
-No process survives the caller: ranks are killed when the call ends in any way (return, error, Ctrl-C, SIGTERM), and by
-themselves when the calling process disappears.  A script that calls `launch` needs the usual
+No process survives the caller: ranks are killed when the call ends in any way (return, error, Ctrl-C,
+SIGTERM), and by themselves when the calling process disappears.  A script that calls `launch` needs the usual
 ``if __name__ == "__main__":`` guard, since each rank imports it.
 """
 
@@ -29,12 +29,12 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch.multiprocessing import get_context
 
-from moecompile.runtime.rank_process import Reply, Task, rank_main, unpickled
+from moecompile.compat import TCPStore
+from moecompile.runtime.rank_process import STOP_SIGNALS, Reply, Setup, Task, rank_main, unpickled
 
-# When a rank died without a word, the others get this long to say what they saw: they know where in the model it was.
+# When a rank died without a word, the others get this long to say where in the model they waited for it.
 _GRACE_S = 4.0
 # When an error with a traceback is in, only one that was raised even earlier could still matter.
 _GRACE_REAL_S = 0.3
@@ -43,7 +43,10 @@ _EXIT_S = 10.0
 
 
 class RankError(RuntimeError):
-    """A rank failed. ``rank`` says which, ``rank_traceback`` holds its own traceback; the cause is its exception if it pickles."""
+    """A rank failed.
+
+    ``rank`` says which, ``rank_traceback`` holds its own traceback; the cause is its exception if it pickles.
+    """
 
     def __init__(self, message: str, rank: int, rank_traceback: str = "") -> None:
         super().__init__(message)
@@ -61,24 +64,26 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world_size`` local ranks and return their results in rank order.
 
-    ``fn`` is an importable function, or the path of a script that is run as ``__main__`` with ``args`` as its command
-    line, under the environment torchrun would give it (results are then None).  A function finds the default process
-    group ready, on ``backend``; ``backend=None`` and scripts leave that to the code.  ``env`` adds environment variables.
-    Raises RankError for the first real failure and TimeoutError after ``timeout`` seconds (None: no limit).
+    ``fn`` is an importable function, or the path of a script that is run as ``__main__`` with ``args`` as its
+    command line, under the environment torchrun would give it (results are then None).  A function finds the
+    default process group ready, on ``backend``; ``backend=None`` and scripts leave that to the code.  ``env``
+    adds environment variables. Raises RankError for the first real failure and TimeoutError after ``timeout``
+    seconds (None: no limit).
     """
     task = Task(str(fn) if isinstance(fn, (str, Path)) else fn, args)
-    ranks = _Ranks(world_size, env or {}, None if isinstance(task.target, str) else backend)
-    with _sigterm_as_exit(), ranks:
-        replies = ranks.call(task, timeout)
+    backend = None if isinstance(task.target, str) else backend
+    with _sigterm_as_exit(), _Ranks(world_size, env or {}, backend) as ranks:
+        results = ranks.call(task, timeout)
         ranks.finish()
-        return replies
+        return results
 
 
 class RankPool:
     """``world_size`` ranks that stay alive between calls; for test harnesses and notebooks.
 
-    Processes start with the first `run`.  After a call that failed or ran out of time they are killed and the next call
-    starts fresh ones, because nobody knows what state their process groups are in.  Usable as a context manager.
+    Processes start with the first `run`.  After a call that failed or ran out of time they are killed and the
+    next call starts fresh ones, because nobody knows what state their process groups are in.  Usable as a
+    context manager.
     """
 
     def __init__(
@@ -135,18 +140,20 @@ class _Ranks:
         self.processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._dumps = TemporaryDirectory(prefix="moecompile-launch-")
-        # The store lives here and not in rank 0, so that rank 0's death can still be told from others' and no port is raced for.
+        # The store lives here and not in rank 0, so that rank 0's death can still be told from others' and no
+        # port is raced for.
         self._store, port = _loopback_store()
         context = get_context("spawn")
         try:
             for rank in range(world_size):
                 mine, theirs = context.Pipe()
                 self._pipes.append(mine)
-                setup = (rank, world_size, backend, os.getpid(), str(self._dump_file(rank)))
-                process = context.Process(target=rank_main, args=(theirs, *setup), name=f"rank{rank}", daemon=False)
-                with _environment(_rank_env(rank, world_size, port) | dict(env)), _sigint_blocked():
+                main = threading.current_thread() is threading.main_thread()
+                setup = Setup(rank, world_size, backend, os.getpid(), main, str(self._dump_file(rank)))
+                process = context.Process(target=rank_main, args=(theirs, setup), name=f"rank{rank}", daemon=False)
+                with _environment(_rank_env(rank, world_size, port) | dict(env)), _stop_signals_held():
                     process.start()
-                self.processes.append(process)
+                    self.processes.append(process)
                 theirs.close()
         except BaseException:
             self.kill()
@@ -162,8 +169,8 @@ class _Ranks:
             payload = pickle.dumps(task)
         except Exception as error:
             raise TypeError(
-                f"launch: {task.target!r} or one of its arguments cannot be sent to another process ({error}); "
-                "use a function at module level and plain data or tensors."
+                f"launch: {task.target!r} or one of its arguments cannot be sent to another process "
+                f"({error}); use a function at module level and plain data or tensors."
             ) from error
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a rank that is dead already is reported by _collect
@@ -175,11 +182,16 @@ class _Ranks:
             if any(reply.result is None for reply in new):
                 self._fail(replies)
             if not new and deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(self._describe_hang(set(range(self.world_size)) - set(replies), timeout))
+                silent = set(range(self.world_size)) - set(replies)
+                raise TimeoutError(
+                    f"launch: rank {', '.join(map(str, sorted(silent)))} of {self.world_size} did not return "
+                    f"within {timeout} s, and all ranks were stopped; raise the timeout if the work is that "
+                    "long.\n" + self._stacks(silent)
+                )
         return [pickle.loads(replies[rank].result or b"") for rank in range(self.world_size)]
 
     def _collect(self, replies: dict[int, Reply], timeout: float | None) -> list[Reply]:
-        """Wait until at least one rank replies or dies (or time is up); adds to ``replies`` and returns the new ones."""
+        """Wait until a rank replies or dies, or time is up; adds to ``replies`` and returns the new ones."""
         pending = [rank for rank in range(self.world_size) if rank not in replies]
         sources: dict[Any, int] = {self._pipes[rank]: rank for rank in pending}
         sources |= {self.processes[rank].sentinel: rank for rank in pending}
@@ -199,11 +211,8 @@ class _Ranks:
             pass
         self.processes[rank].join(_EXIT_S)
         code = self.processes[rank].exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"exited with code {code}"
-        )
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if killed else f"exited with code {code}"
         return Reply(rank, error=f"the process {how} before it returned", moment=time.monotonic())
 
     def _fail(self, replies: dict[int, Reply]) -> None:
@@ -213,7 +222,6 @@ class _Ranks:
             if any(reply.trace and not reply.peer_fault for reply in replies.values()):
                 end = min(end, time.monotonic() + _GRACE_REAL_S)
             self._collect(replies, end - time.monotonic())
-        self.kill()
         failures = [reply for reply in replies.values() if reply.result is None]
         first = min(failures, key=lambda reply: (reply.peer_fault, reply.moment))
         message = f"rank {first.rank} of {self.world_size} failed: {first.error}"
@@ -222,23 +230,23 @@ class _Ranks:
             message += "\nWhat the ranks waiting for it saw:\n" + "\n".join(others)
         if first.trace:
             message += f"\n\n{first.trace.rstrip()}"
+        silent = set(range(self.world_size)) - set(replies)
+        if silent and (first.peer_fault or not first.trace):  # they may be what the others waited for
+            message += "\n" + self._stacks(silent)
+        self.kill()
         raise RankError(message, first.rank, first.trace) from unpickled(first.exception)
 
-    def _describe_hang(self, missing: set[int], timeout: float | None) -> str:
-        """Which ranks did not return, and the Python stack each is in."""
-        for rank in missing:
-            with contextlib.suppress(OSError, TypeError):
-                os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+    def _stacks(self, ranks: set[int]) -> str:
+        """The Python stack each of these ranks is in; they must be alive."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(0.3)
-        stacks = []
-        for rank in sorted(missing):
+        texts = []
+        for rank in sorted(ranks):
             file = self._dump_file(rank)
-            stacks.append(f"rank {rank}:\n{file.read_text() if file.exists() else '(no stack)'}")
-        names = ", ".join(map(str, sorted(missing)))
-        return (
-            f"launch: rank {names} of {self.world_size} did not return within {timeout} s, and all ranks were stopped; "
-            "raise the timeout if the work is that long.\n" + "\n".join(stacks)
-        )
+            texts.append(f"rank {rank} was here:\n{file.read_text() if file.exists() else '(still starting)'}")
+        return "\n".join(texts)
 
     def _dump_file(self, rank: int) -> Path:
         return Path(self._dumps.name) / f"rank{rank}.txt"
@@ -273,17 +281,17 @@ class _Ranks:
         self.kill()
 
 
-# ---- around the start ------------------------------------------------------------------------------------------------
+# ---- around the start --------------------------------------------------------------------------------------
 
 
-def _loopback_store() -> tuple[dist.TCPStore, int]:
-    """A store that listens on 127.0.0.1 only, and its port; by itself TCPStore would listen on every interface."""
+def _loopback_store() -> tuple[TCPStore, int]:
+    """A store and its port, on 127.0.0.1 only; by itself TCPStore listens on every interface."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     port = int(listener.getsockname()[1])
     descriptor = listener.detach()  # the store owns it from here
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor), port
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor), port
 
 
 def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -305,7 +313,7 @@ def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """``os.environ`` with ``extra`` while a process starts: torch reads some of it on import, before any of our code runs."""
+    """``os.environ`` with ``extra`` while a process starts: torch reads it on import, before our code runs."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:
@@ -319,9 +327,9 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A Ctrl-C while a rank starts waits for the parent; the rank inherits the block until it has its own handler."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _stop_signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until a rank is started and noted down; the rank inherits the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -330,7 +338,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the caller like Ctrl-C does, unless it has a handler of its own or is not the main thread."""
+    """SIGTERM unwinds the caller like Ctrl-C does, unless it has a handler or is not the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

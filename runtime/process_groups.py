@@ -1,8 +1,8 @@
 """The only place that makes process groups: one per mesh axis, and a gloo group for control.
 
-A graph names mesh axes, because process-group names differ from rank to rank and from run to run.  `bind` turns the axes
-into this rank's groups at the last moment.  Groups belong to a `ProcessGroups` object and to nothing global, so two plans
-live side by side in one process.
+A graph names mesh axes, because process-group names differ from rank to rank and from run to run.  `bind`
+turns the axes into this rank's groups at the last moment.  Groups belong to a `ProcessGroups` object and to
+nothing global, so two plans live side by side in one process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from moecompile import meta, ops
-from moecompile.compat import default_store
+from moecompile.compat import PrefixStore, default_store
 from moecompile.errors import PlanError, VerifyError
 from moecompile.mesh import Mesh
 from moecompile.plan import Plan, torchrun_line
+from moecompile.runtime.faults import PeerError, is_peer_fault
 
-# Numbers the ProcessGroups of a process. Every rank makes them in the same order, so the number is the same on all.
+# Numbers the ProcessGroups of a process: every rank makes them in the same order, so all count alike.
 _serial = itertools.count()
 
 
@@ -32,9 +33,10 @@ def world_size() -> int:
 
 
 def start(plan: Plan, device: torch.device | str = "cpu") -> None:
-    """Make the default group from torchrun's environment where it is missing and the plan has more than one rank.
+    """Make the default group from torchrun's environment, where it is missing and the plan has several ranks.
 
-    gloo serves CPU tensors, NCCL serves CUDA tensors.  Raises PlanError when the world size is not the plan's.
+    gloo serves CPU tensors, NCCL serves CUDA tensors.  Raises PlanError when the world size is not the
+    plan's.
     """
     plan = plan.resolve(world_size())
     if plan.world_size == 1 or dist.is_initialized():
@@ -42,8 +44,8 @@ def start(plan: Plan, device: torch.device | str = "cpu") -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(
-            f"{plan} needs {plan.world_size} ranks, but {', '.join(missing)} is not in the environment; start it with "
-            f"`{torchrun_line(plan.world_size)}`."
+            f"{plan} needs {plan.world_size} ranks, but {', '.join(missing)} is not in the environment; "
+            f"start it with `{torchrun_line(plan.world_size)}`."
         )
     backend = "gloo"
     if torch.device(device).type == "cuda":
@@ -55,10 +57,10 @@ def start(plan: Plan, device: torch.device | str = "cpu") -> None:
 class ProcessGroups:
     """This rank's process groups for one mesh.
 
-    A group is made when its axis is first asked for; making it is collective, so every rank of the world must ask for
-    axes in the same order (they do: all bind the same graph text).  Axes whose groups hold the same ranks share one
-    process group; groups of one rank need none.  ``device`` decides the backend, the plan's ``timeout`` how long a
-    collective waits for a peer.
+    A group is made when its axis is first asked for; making it is collective, so every rank of the world must
+    ask for axes in the same order (they do: all bind the same graph text).  Axes whose groups hold the same
+    ranks share one process group; groups of one rank need none.  ``device`` decides the backend, the plan's
+    ``timeout`` how long a collective waits for a peer.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
@@ -69,9 +71,7 @@ class ProcessGroups:
         self._made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         number = next(_serial)
         # A corner of the default store in which ranks say that they are alive after a failure.
-        self.fault_store = (
-            dist.PrefixStore(f"moecompile/faults/{number}", default_store()) if self.distributed else None
-        )
+        self.fault_store = PrefixStore(f"moecompile/faults/{number}", default_store()) if self.distributed else None
 
     @property
     def distributed(self) -> bool:
@@ -105,10 +105,19 @@ class ProcessGroups:
         key = (groups, backend, use)
         if key not in self._made:
             timeout = timedelta(seconds=self.mesh.plan.timeout)
-            for ranks in groups:  # every rank takes part in making every group
-                made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-                if self.rank in ranks:
-                    self._made[key] = made
+            try:
+                for ranks in groups:  # every rank takes part in making every group
+                    made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                    if self.rank in ranks:
+                        self._made[key] = made
+            except RuntimeError as error:
+                if not is_peer_fault(error):
+                    raise
+                raise PeerError(
+                    f"rank {self.rank}: making the process groups {groups} failed, because a rank did not come "
+                    f"within timeout={timeout.total_seconds():g} s; look for its own error first, or raise "
+                    "Plan(timeout=...)."
+                ) from error
         return self._made[key]
 
     def hang_up(self) -> None:
@@ -130,9 +139,9 @@ class ProcessGroups:
 
 def axis_of(node: Node) -> str | None:
     """The mesh axis (or, once bound, the group name) of a collective node; None for every other node."""
-    position = ops.AXIS_ARGUMENT.get(node.target) if node.op == "call_function" else None
-    if position is None:
+    if node.op != "call_function" or node.target not in ops.COLLECTIVES:
         return None
+    position = ops.AXIS_ARGUMENT[node.target]
     if len(node.args) <= position:
         raise VerifyError(f"{meta.where(node)} passes arguments by name; collectives take all theirs by position.")
     axis = node.args[position]
@@ -143,7 +152,8 @@ def axis_of(node: Node) -> str | None:
 def bind(graph_module: GraphModule, groups: ProcessGroups) -> GraphModule:
     """A copy of the graph in which collectives name this rank's process groups; nodes keep their names.
 
-    Collectives over groups of one rank are taken out: they only hand their input on, `exchange_counts` as one row.
+    Collectives over groups of one rank are taken out: they only hand their input on, `exchange_counts` as one
+    row.
     """
     bound = Graph()
     env: dict[Node, Any] = {}

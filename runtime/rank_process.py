@@ -1,6 +1,7 @@
-"""What runs inside a rank that the launcher started: take a task, answer with a result or an error, follow the parent.
+"""What runs inside a rank that the launcher started.
 
-Apart from the launcher because this module, and nothing of the parent's side, is what a fresh rank imports first.
+It takes a task, answers with a result or an error, and does not outlive its parent.  This module, and nothing of
+the parent's side, is what a fresh rank imports first.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ import torch.distributed as dist
 from moecompile.runtime.faults import is_peer_fault
 
 
+# Held back from a rank until it can answer them its own way.
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
 @dataclass(frozen=True)
 class Task:
-    """What a rank is asked to do: ``target`` is a function called as ``target(rank, *args)``, or the path of a script."""
+    """What a rank is to do: ``target`` is a function, called as ``target(rank, *args)``, or a script's path."""
 
     target: Callable[..., Any] | str
     args: tuple[Any, ...]
@@ -49,23 +54,35 @@ class Reply:
     moment: float = 0.0
 
 
-def rank_main(pipe: Connection, rank: int, world_size: int, backend: str | None, parent: int, dump_file: str) -> None:
+@dataclass(frozen=True)
+class Setup:
+    """What a rank knows from its start. ``ends_with_thread``: its parent's thread lives as long as the parent."""
+
+    rank: int
+    world_size: int
+    backend: str | None
+    parent: int
+    ends_with_thread: bool
+    dump_file: str
+
+
+def rank_main(pipe: Connection, setup: Setup) -> None:
     """A rank's life: set up, answer tasks until the parent closes the pipe, leave."""
-    os.setpgid(
-        0, 0
-    )  # so that the parent can kill the rank with everything it starts, and a terminal's Ctrl-C goes to the parent
+    # A group of its own: the parent can kill the rank with everything it starts, and a terminal's Ctrl-C goes to
+    # the parent alone.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _die_with_parent(parent)
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    with open(dump_file, "w") as dump:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _die_with_parent(setup)
+    threading.Thread(target=_watch_parent, args=(setup.parent,), daemon=True).start()
+    with open(setup.dump_file, "w") as dump:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
         while True:
             try:
                 payload = pipe.recv_bytes()
             except EOFError:
                 break
-            reply = _answer(payload, rank, world_size, backend)
+            reply = _answer(payload, setup)
             sys.stdout.flush()
             sys.stderr.flush()
             # The parent may have gone, or stopped listening after another rank's failure.
@@ -75,11 +92,12 @@ def rank_main(pipe: Connection, rank: int, world_size: int, backend: str | None,
         dist.destroy_process_group()
 
 
-def _answer(payload: bytes, rank: int, world_size: int, backend: str | None) -> Reply:
+def _answer(payload: bytes, setup: Setup) -> Reply:
     """Run one task. Whatever it raises becomes a reply."""
+    rank = setup.rank
     try:
-        if backend is not None and not dist.is_initialized():
-            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
+        if setup.backend is not None and not dist.is_initialized():
+            dist.init_process_group(setup.backend, rank=rank, world_size=setup.world_size, timeout=timedelta(minutes=5))
         task: Task = pickle.loads(payload)
         if isinstance(task.target, str):
             _run_script(task.target, task.args)
@@ -108,17 +126,18 @@ def _run_script(path: str, args: Sequence[Any]) -> None:
             raise
 
 
-def _die_with_parent(parent: int) -> None:
-    """Linux: the kernel kills this process when the thread that started it ends, at whatever point both are."""
-    if sys.platform == "linux":
+def _die_with_parent(setup: Setup) -> None:
+    """Let the kernel kill this process when its parent ends, at whatever point both are (Linux only)."""
+    # The kernel means the thread that started us, which in a pool may end long before its process.
+    if sys.platform == "linux" and setup.ends_with_thread:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it went while we started
+    if os.getppid() != setup.parent:  # it went while we started
         os._exit(1)
 
 
 def _watch_parent(parent: int) -> None:
-    """Where the kernel does not tell (no prctl, or the starting thread ended), look twice a second whether the parent lives."""
+    """Look twice a second whether the parent lives, for where the kernel was not asked to tell."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)
@@ -135,8 +154,9 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def unpickled(data: bytes | None) -> BaseException | None:
+    """The exception in these bytes, None where there is none or its class cannot be found here."""
     try:
         found = pickle.loads(data) if data else None
-    except Exception:  # the class may be importable in the rank only
+    except Exception:
         return None
     return found if isinstance(found, BaseException) else None

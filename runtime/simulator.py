@@ -1,11 +1,12 @@
 """Run every rank's graph in one process, in lock step, with the collectives done right here.
 
-Each rank is a coroutine that runs node by node and stops at a collective.  A collective happens when all ranks of its group
-have stopped at one that fits; what would hang on real processes, or hand out garbage, is a VerifyError that names ranks and
-nodes.  Results equal those of gloo except for the order in which gloo adds: here it is rank order.
+Each rank is a coroutine that runs node by node and stops at a collective.  A collective happens when all
+ranks of its group have stopped at one that fits; what would hang on real processes, or hand out garbage, is a
+VerifyError that names ranks and nodes.  Results equal those of gloo except for the order in which gloo adds:
+here it is rank order.
 
-Nothing detaches, so under grad mode autograd runs across the ranks: the gradient of the sum of all ranks' losses is the
-true one, whatever the graphs' own backward nodes say.
+Nothing detaches, so under grad mode autograd runs across the ranks: the gradient of the sum of all ranks'
+losses is the true one, whatever the graphs' own backward nodes say.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.fx.node import map_arg
 from moecompile import meta, ops
 from moecompile.errors import VerifyError
 from moecompile.mesh import Mesh
+from moecompile.runtime import cpu_kernels as cpu_kernels  # registers the kernels of moe_cpu::
 from moecompile.runtime.process_groups import axis_of
 
 # Called as ``trace(rank, node, value)`` after every node.
@@ -63,18 +65,20 @@ def simulate(
     *,
     trace: Trace | None = None,
 ) -> list[Any]:
-    """Outputs of all ranks, in rank order. ``inputs_per_rank[r]`` lines up with the placeholders of rank r's graph.
+    """Outputs of all ranks, in rank order.
 
-    One graph stands for all ranks; graphs name mesh axes, not process groups.  Raises VerifyError for a collective that
-    lacks a partner or does not fit its partners' (op, dtype, shape, axis), and for a dispatch or combine in which a rank
-    sends another number of rows than its peer expects.  What a node itself raises gets a note that names rank and node.
+    ``inputs_per_rank[r]`` lines up with the placeholders of rank r's graph; one graph stands for all ranks.  Graphs name mesh axes, not process groups.  Raises VerifyError for a
+    collective that lacks a partner or does not fit its partners' (op, dtype, shape, axis), and for a dispatch
+    or combine in which a rank sends another number of rows than its peer expects.  What a node itself raises
+    gets a note that names rank and node.
     """
     world_size = mesh.world_size
     graphs = [graph_modules] * world_size if isinstance(graph_modules, GraphModule) else list(graph_modules)
     if len(graphs) != world_size or len(inputs_per_rank) != world_size:
         raise VerifyError(
-            f"simulate: {mesh.plan} has {world_size} ranks, but {len(graphs)} graphs and {len(inputs_per_rank)} lists of "
-            "inputs were given; pass one of each per rank, or one graph for all."
+            f"simulate: {mesh.plan} has {world_size} ranks, but {len(graphs)} graphs and "
+            f"{len(inputs_per_rank)} lists of inputs were given; pass one of each per rank, or one graph for "
+            "all."
         )
     runs = [_run(graph, inputs_per_rank[rank], rank, mesh, trace) for rank, graph in enumerate(graphs)]
     waiting: dict[int, _Stop] = {}
@@ -110,7 +114,7 @@ def _run(graph_module: GraphModule, inputs: Sequence[Any], rank: int, mesh: Mesh
         elif node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             try:
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # call_function targets are callable
+                env[node] = node.target(*args, **kwargs)
             except Exception as error:
                 error.add_note(f"while simulating rank {rank}, at {meta.where(node)}")
                 raise
@@ -140,14 +144,14 @@ def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
     return _Stop(rank, node, node.target, args, axis, mesh.group_ranks(axis, rank))
 
 
-# ---- meeting ---------------------------------------------------------------------------------------------------------
+# ---- meeting -----------------------------------------------------------------------------------------------
 
 
 def _meet(waiting: dict[int, _Stop]) -> dict[int, Tensor | None]:
-    """Do every collective whose group is complete; removes its ranks from ``waiting`` and returns their results."""
+    """Do every collective whose group is complete: its ranks leave ``waiting`` and get their results."""
     answers: dict[int, Tensor | None] = {}
     for rank in sorted(waiting):
-        if rank not in waiting:
+        if rank not in waiting:  # it went with an earlier rank of its group
             continue
         group = waiting[rank].group
         if all(peer in waiting and waiting[peer].group == group for peer in group):
@@ -167,11 +171,10 @@ def _check_fit(stops: list[_Stop]) -> None:
         return stop.op, stop.axis, stop.x.dtype, stop.x.shape if same_shape else stop.x.shape[1:], constants
 
     if any(asked(stop) != asked(first) for stop in stops[1:]):
+        found = "; ".join(map(str, stops))
         raise VerifyError(
-            "simulate: the ranks of a group are in collectives that do not fit: "
-            + "; ".join(map(str, stops))
-            + ". All "
-            "ranks must run the same collectives in the same order."
+            f"simulate: the ranks of a group are in collectives that do not fit: {found}. All ranks must run the "
+            "same collectives in the same order."
         )
     size = len(first.group)
     stated = {ops.exchange_counts: first.args[1], ops.all_gather: first.args[1], ops.reduce_scatter: first.args[1]}
@@ -183,20 +186,18 @@ def _check_fit(stops: list[_Stop]) -> None:
 
 def _deadlock(waiting: dict[int, _Stop], results: dict[int, Any]) -> VerifyError:
     lines = []
-    for rank, stop in sorted(waiting.items()):
+    for _, stop in sorted(waiting.items()):
         absent = [peer for peer in stop.group if peer not in waiting or waiting[peer].group != stop.group]
         lines.append(f"{stop}, waits for rank {', '.join(map(str, absent))}")
     if results:
         lines.append(f"rank {', '.join(map(str, sorted(results)))} has finished")
     return VerifyError(
-        "simulate: deadlock, no collective has all its ranks: "
-        + "; ".join(lines)
-        + ". Some rank lacks a collective or has "
-        "one too many."
+        f"simulate: deadlock, no collective has all its ranks: {'; '.join(lines)}. Some rank lacks a collective or "
+        "has one too many."
     )
 
 
-# ---- the collectives -------------------------------------------------------------------------------------------------
+# ---- the collectives ---------------------------------------------------------------------------------------
 
 
 def _all_reduce(stops: list[_Stop]) -> list[Tensor]:
@@ -215,13 +216,17 @@ def _reduce_scatter(stops: list[_Stop]) -> list[Tensor]:
     total = stops[0].x.clone()
     for stop in stops[1:]:
         total = total + stop.x
-    if total.shape[0] % len(stops) != 0:
-        raise VerifyError(f"simulate: {stops[0]} cannot be cut into {len(stops)} equal parts.")
-    return [part.clone() for part in total.tensor_split(len(stops))]
+    return [part.clone() for part in _equal_parts(total, stops)]
+
+
+def _equal_parts(x: Tensor, stops: list[_Stop]) -> tuple[Tensor, ...]:
+    if x.dim() == 0 or x.shape[0] % len(stops) != 0:
+        raise VerifyError(f"simulate: {stops[0]} cannot be cut into {len(stops)} equal parts; pad dim 0.")
+    return x.tensor_split(len(stops))
 
 
 def _exchange_counts(stops: list[_Stop]) -> list[Tensor]:
-    parts = [stop.x.tensor_split(len(stops)) for stop in stops]
+    parts = [_equal_parts(stop.x, stops) for stop in stops]
     return [torch.stack([source[i] for source in parts]) for i in range(len(stops))]
 
 
@@ -234,18 +239,19 @@ def _exchange(stops: list[_Stop]) -> list[Tensor]:
         fits = len(sends[i]) == len(receives[i]) == len(group)
         if not fits or sum(sends[i]) != rows or sum(receives[i]) != expected or min(sends[i] + receives[i]) < 0:
             raise VerifyError(
-                f"simulate: {stop}: send {sends[i]} must add up to {rows} rows and recv {receives[i]} to {expected}, with one "
-                f"entry for each of {len(group)} ranks; pass the sizes of this exchange (swapped on the way back)."
+                f"simulate: {stop}: send {sends[i]} must add up to {rows} rows and recv {receives[i]} to "
+                f"{expected}, with one entry for each of {len(group)} ranks; pass the sizes of this exchange "
+                "(swapped on the way back)."
             )
     for i, source in enumerate(stops):
         for j, target in enumerate(stops):
             if sends[i][j] != receives[j][i]:
                 raise VerifyError(
-                    f"simulate: rank {source.rank} sends {sends[i][j]} rows at {meta.where(source.node)} to rank "
-                    f"{target.rank}, which expects {receives[j][i]} at {meta.where(target.node)}; exchange the counts of this "
-                    "very routing first."
+                    f"simulate: rank {source.rank} sends {sends[i][j]} rows at {meta.where(source.node)} to "
+                    f"rank {target.rank}, which expects {receives[j][i]} at {meta.where(target.node)}; "
+                    "exchange the counts of this very routing first."
                 )
-    parts = [stop.x.split(sends[i]) for i, stop in enumerate(stops)]
+    parts = [torch.split(stop.x, sends[i]) for i, stop in enumerate(stops)]
     return [torch.cat([source[j] for source in parts]) for j in range(len(stops))]
 
 

@@ -19,6 +19,7 @@ from moecompile.compat import OpOverload, has_autocast_rule
 from moecompile.graph import map_nodes
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_DEVICE = torch.ops.prim.device.default  # the rule asks for the device of each input in between
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _FirstCasts(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._open and func is _TO_COPY and isinstance(kwargs.get("dtype"), torch.dtype):
             self.casts[id(args[0])] = kwargs["dtype"]
-        else:
+        elif func is not _DEVICE:
             self._open = False
         return func(*args, **kwargs)
 

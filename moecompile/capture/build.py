@@ -70,7 +70,7 @@ class Builder:
                 env[node] = self._copy(module, node, env)
         raise AssertionError("a graph without output")
 
-    def output(self, handle: Any, traced: Any) -> Any:
+    def output(self, handle: Any) -> Any:
         """The node of a result of the whole graph."""
         return self._operand(handle) if isinstance(handle, Handle) else handle
 
@@ -185,7 +185,7 @@ class Builder:
         if not self.grad_enabled or node not in self._without_grad or node not in self._differentiable:
             return node
         if node not in self._detached:
-            made = self.graph.call_function(aten.detach.default, (node,))
+            made = self.graph.create_node("call_function", aten.detach.default, (node,), name="detach")
             made.meta = meta.copy_meta(node)
             self._detached[node] = made
         return self._detached[node]
@@ -195,7 +195,7 @@ class Builder:
 
     def _insert(self, traced: Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Node:
         """Append one call; its fake value is ``value`` or computed."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=_op_name(target))
         node.meta = {key: traced.meta[key] for key in _KEPT_META if key in traced.meta}
         if "nn_module_stack" in node.meta:
             node.meta["nn_module_stack"] = self._module_stack(node.meta["nn_module_stack"])
@@ -231,6 +231,12 @@ class Builder:
         if shared:
             self._weight_casts[node, dtype] = made
         return made
+
+
+def _op_name(target: Any) -> str:
+    """The operator's name without overload; the graph numbers equal names."""
+    name = target._schema.name.split("::")[1] if isinstance(target, OpOverload) else getattr(target, "__name__", "call")
+    return name.strip("_") or "call"
 
 
 def _stride_free(target: Any) -> Any:

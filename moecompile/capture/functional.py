@@ -81,6 +81,8 @@ def _written_back(view: Handle, base: Node, value: Node, traced: Node, emit: Emi
         return emit(traced, aten.reshape.default, (value, list(shape)))
     if target is aten.transpose.int:
         return emit(traced, aten.transpose.int, (value, *extra))
+    if target in (aten.t.default, aten.numpy_T.default) and len(shape) == 2:
+        return emit(traced, aten.transpose.int, (value, 0, 1))
     if target is aten.permute.default:
         order = [dim % len(shape) for dim in extra[0]]
         return emit(traced, aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))]))

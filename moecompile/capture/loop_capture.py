@@ -196,7 +196,7 @@ class LoopCapture(TorchFunctionMode):
     def _passes_on(name: str, args: tuple[Any, ...], out: torch.Tensor, routing: Routing, discrete: bool) -> bool:
         """Discrete results always inherit; floating ones only where they still are a mask, never an activation."""
         if not out.is_floating_point():
-            return discrete or out.dtype == torch.bool
+            return discrete or out.dtype == torch.bool or name in _KEEPING
         if name in _SCATTERS:
             return out.dim() > 0 and out.shape[-1] == routing.num_experts
         if name in _PRODUCTS:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moecompile.capture.where import current_line, module_name
+from moecompile.capture.where import current_line, forward_line, module_name
 from moecompile.errors import CaptureError
 
 # Methods that change their first argument without a trailing underscore.
@@ -71,10 +71,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _refuse_assignment(root: nn.Module, module: nn.Module, name: str) -> None:
+def _refuse_assignment(root: nn.Module, module: nn.Module, name: str, line: str) -> None:
     kind = "buffer" if name in module._buffers else "parameter" if name in module._parameters else "attribute"
     raise CaptureError(
-        f"{current_line()}: the forward assigns a tensor to {kind} {name!r} of {module_name(root, module)}, which a captured "
+        f"{line}: the forward assigns a tensor to {kind} {name!r} of {module_name(root, module)}, which a captured "
         f"step cannot carry to the next call; return the tensor, or update it outside forward, after the step."
     )
 
@@ -87,12 +87,12 @@ def _assignments_refused(root: nn.Module) -> Iterator[None]:
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
         if id(self) in members and isinstance(value, torch.Tensor):
-            _refuse_assignment(root, self, name)
+            _refuse_assignment(root, self, name, current_line())
         plain_setattr(self, name, value)
 
     def watched_register(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
         if id(self) in members:
-            _refuse_assignment(root, self, name)
+            _refuse_assignment(root, self, name, current_line())
         plain_register(self, name, tensor, persistent)
 
     nn.Module.__setattr__ = watched_setattr  # type: ignore[method-assign]
@@ -163,4 +163,4 @@ def watched(root: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
     for module in root.modules():
         for name, tensor in _held_tensors(module):
             if id(tensor) not in before:
-                _refuse_assignment(root, module, name)
+                _refuse_assignment(root, module, name, forward_line(module))

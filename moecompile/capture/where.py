@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -35,6 +36,12 @@ def raising_line(error: BaseException) -> str:
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def forward_line(module: nn.Module) -> str:
+    """``file:line`` where the forward of ``module`` begins."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def module_name(root: nn.Module, module: nn.Module) -> str:

@@ -1,4 +1,7 @@
-"""Small graphs with `moe::` collectives, built node by node: tests of the runtime depend on no capture and no pass."""
+"""Small graphs with `moe::` collectives, built node by node:
+
+tests of the runtime depend on no capture and no pass.
+"""
 
 from typing import Any
 
@@ -58,7 +61,10 @@ def moe_layer(build: Builder, x: Node, ids: Node, probs: Node, weight: Node, num
 
 
 def moe_graph(num_experts: int, ep: int) -> GraphModule:
-    """Inputs x, ids, probs, weight (this rank's experts); outputs: the layer's result and its sum over all ranks."""
+    """Inputs x, ids, probs, weight (this rank's experts); outputs:
+
+    the layer's result and its sum over all ranks.
+    """
     build = Builder("layers.0.mlp")
     x, ids, probs, weight = map(build.input, ("x", "ids", "probs", "weight"))
     y = moe_layer(build, x, ids, probs, weight, num_experts, ep)
@@ -68,7 +74,10 @@ def moe_graph(num_experts: int, ep: int) -> GraphModule:
 
 
 def moe_inputs(rank: int, num_experts: int, ep: int, *, tokens: int = 6, width: int = 4) -> list[torch.Tensor]:
-    """Inputs of `moe_graph` for one rank: own tokens, some experts idle; ranks of equal ep index share weights."""
+    """Inputs of `moe_graph` for one rank:
+
+    own tokens, some experts idle; ranks of equal ep index share weights.
+    """
     own = torch.Generator().manual_seed(100 + rank)
     shared = torch.Generator().manual_seed(7)
     x = torch.randn(tokens, width, generator=own, dtype=torch.float64)

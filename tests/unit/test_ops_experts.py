@@ -171,18 +171,18 @@ def test_autocast_treats_it_like_linear() -> None:
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
-        (dict(counts=torch.tensor([3, 1, 2, 3])), "pass the counts that permute or sizes_to_host returned"),
-        (dict(counts=torch.tensor([11, 1, 2, -4])), "pass the counts that permute or sizes_to_host returned"),
-        (dict(counts=torch.tensor([3, 1, 6])), "cut both for the same experts"),
-        (dict(counts=torch.tensor([3, 1, 2, 4]).int()), "convert it with"),
-        (dict(weight=torch.zeros(E, IN, OUT, dtype=torch.float64)), "transpose the last two dimensions"),
-        (dict(weight=torch.zeros(OUT, IN, dtype=torch.float64)), "stack the experts in dim 0"),
-        (dict(weight=torch.zeros(E, OUT, IN)), "cast one of them first"),
-        (dict(bias=torch.zeros(OUT, dtype=torch.float64)), "stack one bias per expert"),
+        ({"counts": torch.tensor([3, 1, 2, 3])}, "pass the counts that permute or sizes_to_host returned"),
+        ({"counts": torch.tensor([11, 1, 2, -4])}, "pass the counts that permute or sizes_to_host returned"),
+        ({"counts": torch.tensor([3, 1, 6])}, "cut both for the same experts"),
+        ({"counts": torch.tensor([3, 1, 2, 4]).int()}, "convert it with"),
+        ({"weight": torch.zeros(E, IN, OUT, dtype=torch.float64)}, "transpose the last two dimensions"),
+        ({"weight": torch.zeros(OUT, IN, dtype=torch.float64)}, "stack the experts in dim 0"),
+        ({"weight": torch.zeros(E, OUT, IN)}, "cast one of them first"),
+        ({"bias": torch.zeros(OUT, dtype=torch.float64)}, "stack one bias per expert"),
     ],
 )
 def test_errors_say_what_to_do(change: dict[str, torch.Tensor], advice: str) -> None:
     rows, counts, weight, bias = arguments("all busy")
-    given = dict(rows=rows, counts=counts, weight=weight, bias=bias) | change
+    given = {"rows": rows, "counts": counts, "weight": weight, "bias": bias} | change
     with pytest.raises(ValueError, match=advice):
         ops.grouped_linear(given["rows"], given["counts"], given["weight"], given["bias"])

@@ -1,4 +1,7 @@
-"""All ranks in one process: the collectives mean what they say, and whatever would hang or give garbage is named."""
+"""All ranks in one process:
+
+the collectives mean what they say, and whatever would hang or give garbage is named.
+"""
 
 from typing import Any
 
@@ -97,7 +100,7 @@ def test_trace_sees_every_node_of_every_rank() -> None:
     assert [name for rank, name in seen if rank == 1] == names
 
 
-# ---- what would hang ---------------------------------------------------------------------------------------------------
+# ---- what would hang ---------------------------------------------------------------------------------------
 
 
 def moe_inputs_of_two() -> list[list[torch.Tensor]]:

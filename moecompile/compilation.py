@@ -1,0 +1,126 @@
+"""From one call of a plain model to the program that one rank runs: capture, pipeline, passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import pipeline as pipelines
+from .capture import Captured, batch_inputs, capture_model, globalize
+from .compat import reparametrize_module
+from .errors import CaptureError
+from .mesh import Mesh
+from .pass_base import Fact, Pass
+from .passes import PASSES, STEP
+from .placement.types import Shard
+from .plan import Plan
+from .program import Level, OutputKind, Program
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to compile: the arguments that one rank passes, and under which plan."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    plan: Plan
+    loss_fn: Callable[..., Any] | None = None
+
+
+def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
+    """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that have been cut already."""
+    plan = request.plan
+    args, kwargs = globalize(request.args, request.kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
+    if shapes is None:
+        return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
+    whole = {name: _whole(tensor, shapes.get(name)) for name, tensor in _weights(model)}
+    with reparametrize_module(model, whole):
+        return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _whole(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """A weight of the global shape, without data where the real one has been cut."""
+    if shape is None or tuple(tensor.shape) == shape:
+        return tensor
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def compile_call(
+    model: nn.Module,
+    request: Request,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    pipeline: str | None = None,
+    check: bool = True,
+    record_text: bool = False,
+) -> Program:
+    """The program of this call: a step (forward and backward) if grad mode is on and the call returns a loss."""
+    captured = capture(model, request, shapes)
+    step = captured.loss_index is not None and torch.is_grad_enabled() and any(i.requires_grad for i in captured.inputs)
+    text = pipeline or default_pipeline(request.plan, step=step)
+    program = as_program(captured, request)
+    return pipelines.run(program, pipelines.parse(text, PASSES), PASSES, check=check, record_text=record_text)
+
+
+def as_program(captured: Captured, request: Request) -> Program:
+    """The captured graph as a program no pass has touched; batch inputs are marked as cut over dp."""
+    split = batch_inputs(request.args, request.kwargs, request.plan.batch_dims)
+    inputs = [item.placed("dp", Shard(split[item.leaf])) if item.leaf in split else item for item in captured.inputs]
+    program = Program(
+        captured.graph_module,
+        inputs,
+        list(captured.outputs),
+        request.plan,
+        Mesh(request.plan),
+        in_spec=captured.in_spec,
+        out_spec=captured.out_spec,
+        out_template=tuple(captured.out_template),
+        constants=dict(captured.constants),
+    )
+    return program
+
+
+def default_pipeline(plan: Plan, *, step: bool) -> str:
+    """The plan's own pipeline, else the preset; for a call without backward the passes of the step level are left out."""
+    text = plan.passes or STEP
+    passes = pipelines.parse(text, PASSES)
+    if plan.passes is None:
+        passes = _with_options(passes, plan)
+    if not step:
+        passes = tuple(
+            item for item in passes if item.level is not Level.STEP and Fact.DIFFERENTIATED not in item.provides
+        )
+    return pipelines.to_text(passes)
+
+
+def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
+    """Set the options that the plan's fields stand for."""
+    return tuple(
+        replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item  # type: ignore[call-arg]
+        for item in passes
+    )
+
+
+def loss_output(program: Program) -> int | None:
+    """Place of the loss among the outputs."""
+    for at, item in enumerate(program.outputs):
+        if item.kind is OutputKind.LOSS:
+            return at
+    return None
+
+
+def require_moe(program: Program) -> None:
+    """A plan with experts in parallel needs a layer that has some."""
+    if program.plan.ep > 1 and not program.layers:
+        raise CaptureError(
+            f"ep={program.plan.ep} is asked for, but no MoE layer was found in the model; use ep=1 for plain data parallelism."
+        )

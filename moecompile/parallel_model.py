@@ -1,0 +1,265 @@
+"""The module that ``parallelize`` returns: the user's model, with every call answered by a compiled program."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import grads
+from .compat import tree_flatten, tree_unflatten
+from .compilation import Request, compile_call
+from .errors import CaptureError
+from .mesh import Mesh
+from .plan import Plan
+from .program import Input, InputKind, Level, OutputKind, Program
+from .runtime import control
+from .runtime.executor import Executor
+from .runtime.process_groups import ProcessGroups
+from .step import Gradients, StepResult, attach
+from .weights import Weights
+
+_LOG = logging.getLogger("moecompile")
+_MANY_SHAPES = 4
+
+
+@dataclass
+class Compiled:
+    """One entry of the cache: a program, its executor and where its gradients go."""
+
+    program: Program
+    executor: Executor
+    trained: list[tuple[nn.Parameter, int, int | None]] = field(default_factory=list)  # param, output, place in stack
+    unsynced: Executor | None = None
+
+
+class ParallelModel(nn.Module):
+    """Behaves like the model it was made from: same call, same return structure, same parameter names.
+
+    Parameters, buffers and submodules are the user's own objects. After the first call each cut parameter holds this rank's
+    share. Made by `moecompile.parallelize`; not to be built by hand.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.__dict__["_module"] = model
+        # one set of dictionaries: names, modes and moves of the plain model are those of this one
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self.training = model.training
+        mesh = Mesh(plan)
+        self.__dict__["_state"] = _State(plan, mesh, ProcessGroups(mesh, _device(model)), loss_fn)
+        self._state.weights = Weights(model, mesh, self._state.groups.rank)
+
+    # -- what a plain module would answer ------------------------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _REFUSED:
+                raise AttributeError(
+                    f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
+                ) from None
+            return getattr(self.__dict__["_module"], name)
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        self.__dict__["_module"].train(mode)
+        self.training = mode
+        return self
+
+    @property
+    def plain(self) -> nn.Module:
+        """The user's own module, whose weights are this rank's share after the first call."""
+        module: nn.Module = self.__dict__["_module"]
+        return module
+
+    @property
+    def program(self) -> Program:
+        """The program of the latest call."""
+        if self._state.latest is None:
+            raise CaptureError(
+                "the model has not been called yet, so there is no program; call it once or pass example=."
+            )
+        return self._state.latest.program
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward calls inside leave this rank's share in ``.grad``; the first one outside reduces all of it."""
+        before, self._state.sync = self._state.sync, False
+        try:
+            yield
+        finally:
+            self._state.sync = before
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        """Agree with the other ranks on the call, and return its program, compiled on first sight."""
+        state = self._state
+        signature, error, compiled = "", None, None
+        try:
+            signature = call_signature(self.plain, args, kwargs)
+        except Exception as found:
+            error = found
+        if state.control:
+            control.agree(state.groups, signature, error)
+        elif error is not None:
+            raise error
+        compiled = state.cache.get(signature)
+        if compiled is None:
+            compiled = self._compile(args, kwargs, signature)
+            state.cache[signature] = compiled
+            state.warn_about_shapes(args, kwargs)
+        state.latest = compiled
+        return compiled
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> Compiled:
+        """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
+        state, error, program = self._state, None, None
+        request = Request(args, kwargs, state.plan, state.loss_fn)
+        try:
+            shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
+            program = compile_call(self.plain, request, shapes=shapes)
+        except Exception as found:
+            error = found
+        text = "" if program is None else hashlib.sha256(program.graph_module.code.encode()).hexdigest()
+        if state.control:
+            control.agree(state.groups, text, error)
+        if error is not None:
+            raise error
+        assert program is not None
+        state.weights.cut(program.inputs)
+        compiled = Compiled(program, Executor(program, state.groups))
+        compiled.trained = list(self._trained(program))
+        self._mark_cut_gradients()
+        return compiled
+
+    def _trained(self, program: Program) -> Iterator[tuple[nn.Parameter, int, int | None]]:
+        by_name = {item.name: item for item in program.inputs}
+        for at, output in enumerate(program.outputs):
+            if output.kind is OutputKind.GRAD:
+                for param, place in self._state.weights.parameters_of(by_name[output.name]):
+                    yield param, at, (-1 if place is None else place) if by_name[output.name].stacked else None
+
+    def _mark_cut_gradients(self) -> None:
+        state = self._state
+        for name, cut in state.weights.cuts.items():
+            if name not in state.marked:
+                param = self.plain.get_parameter(name) if name in dict(self.plain.named_parameters()) else None
+                if param is not None:
+                    group = state.groups.group(cut.axis) if state.groups.size(cut.axis) > 1 else None
+                    state.marked[name] = grads.mark(param, group) if param.requires_grad else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self.prepare(args, kwargs)
+        leaves, _ = tree_flatten((args, kwargs))
+        program = compiled.program
+        results = compiled.executor([self._input(item, program, leaves) for item in program.inputs])
+        values: dict[int, Tensor] = {}
+        for item, value in zip(program.outputs, results, strict=True):
+            if item.kind in (OutputKind.LOSS, OutputKind.USER) and item.leaf >= 0:
+                values[item.leaf] = value
+            if item.kind is OutputKind.LOSS and program.level is Level.STEP:
+                values[item.leaf] = self._attach(compiled, results, value)
+        if program.out_spec is None:
+            raise CaptureError("the program does not know the return structure of the model; compile it from a model.")
+        out = [values.get(at, constant) for at, constant in enumerate(program.out_template)]
+        rebuilt = tree_unflatten(out, program.out_spec)
+        return values[-1] if -1 in values else rebuilt
+
+    def _attach(self, compiled: Compiled, results: tuple[Any, ...], loss: Tensor) -> Tensor:
+        """Put the gradients of a finished step behind its loss."""
+        gradients: Gradients = []
+        parts: dict[int, tuple[Tensor, ...]] = {}
+        for param, at, place in compiled.trained:
+            grad = results[at]
+            if place is None:
+                gradients.append(grad)
+            elif place < 0:
+                gradients.append(grad.new_empty(0))
+            else:
+                if at not in parts:
+                    parts[at] = grad.unbind(0)
+                gradients.append(parts[at][place])
+        return attach(StepResult(gradients), loss, [param for param, _, _ in compiled.trained])
+
+    def _input(self, item: Input, program: Program, leaves: list[Any]) -> Any:
+        state = self._state
+        if item.kind in (InputKind.PARAM, InputKind.BUFFER):
+            return state.weights.value(item)
+        if item.kind is InputKind.CONSTANT:
+            return program.constants[item.name]
+        if item.kind is InputKind.BATCH:
+            return leaves[item.leaf].detach()
+        if item.kind is InputKind.OFFSET:
+            return torch.tensor(state.mesh.axis_index(item.axis, state.groups.rank) * item.stride)
+        raise CaptureError(
+            f"the program asks for a {item.kind.value} input '{item.name}', which a call does not supply."
+        )
+
+
+class _State:
+    """What belongs to the wrapper and not to the model."""
+
+    weights: Weights
+
+    def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
+        self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
+        self.cache: dict[str, Compiled] = {}
+        self.latest: Compiled | None = None
+        self.marked: dict[str, Any] = {}
+        self.sync = True
+        self.control = True
+        self._sizes: Counter[tuple[str, int]] = Counter()
+        self._seen: dict[tuple[int, int], set[int]] = {}
+
+    def warn_about_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Name the dimension that keeps changing, once, when a model has been captured more than a few times for it."""
+        leaves, _ = tree_flatten((args, kwargs))
+        for index, leaf in enumerate(leaves):
+            for dim, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ()):
+                sizes = self._seen.setdefault((index, dim), set())
+                sizes.add(int(size))
+                if len(sizes) == _MANY_SHAPES + 1:
+                    _LOG.warning(
+                        "the model has been captured for %d sizes of dim %d of argument %d (%s); pad it to a few sizes, since every "
+                        "new size costs a capture.",
+                        len(sizes), dim, index, ", ".join(map(str, sorted(sizes))),
+                    )  # fmt: skip
+
+
+_REFUSED = {
+    "generate": "gather the weights with moecompile.full_state_dict(model), load them into a plain model and generate there.",
+    "push_to_hub": "save with moecompile.full_state_dict(model) and push from a plain model.",
+}
+
+
+def _device(model: nn.Module) -> torch.device:
+    found = next(iter(model.parameters()), None)
+    return torch.device("cpu") if found is None or found.device.type == "meta" else found.device
+
+
+def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """All that a captured program depends on, one fact a line, equal on ranks that make the same call."""
+    leaves, spec = tree_flatten((args, kwargs))
+    lines = [f"arguments {spec}"]
+    for leaf in leaves:
+        lines.append(
+            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)
+        )
+    lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            lines.append(f"autocast {device} {torch.get_autocast_dtype(device)}")
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        digest.update(f"{name} {type(module).__name__} {module.training}\n".encode())
+    for name, param in model.named_parameters():
+        digest.update(f"{name} {param.dtype} {param.requires_grad}\n".encode())
+    lines.append(f"model {type(model).__name__} {digest.hexdigest()}")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""Routing decisions: where a graph chooses among scores, and what depends on the choice."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moecompile import meta
+
+aten = torch.ops.aten
+
+# Ops that return chosen values and their positions, and the argument that holds the axis.
+_PAIRS: dict[Any, int] = {aten.topk.default: 2, aten.max.dim: 1, aten.sort.default: 1, aten.sort.stable: 2}
+_POSITIONS: dict[Any, int] = {aten.argmax.default: 1, aten.argsort.default: 1, aten.argsort.stable: 2}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One routing decision: ``ids`` holds, for each of T tokens, which K of E options were chosen.
+
+    ``node`` makes the choice; ``chosen`` are the scores it returns beside the ids, where it does.
+    """
+
+    node: Node
+    ids: Node
+    chosen: Node | None
+    num_options: int
+    top_k: int
+    num_tokens: int
+
+
+def find_choices(graph: Graph) -> list[Choice]:
+    """Every decision over the last axis of floating scores, in graph order."""
+    found: list[Choice] = []
+    for node in graph.nodes:
+        scores = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if scores is None or not meta.is_tensor(scores) or not meta.tensor(scores).is_floating_point():
+            continue
+        if node.target in _PAIRS and _over_last_axis(node, scores, _PAIRS[node.target]):
+            parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            if 1 in parts:
+                found += _choices(node, parts[1], parts.get(0), scores)
+        elif node.target in _POSITIONS and _over_last_axis(node, scores, _POSITIONS[node.target]):
+            found += _choices(node, node, None, scores)
+    return found
+
+
+def _over_last_axis(node: Node, scores: Node, position: int) -> bool:
+    default = None if node.target is aten.argmax.default else -1
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    return (
+        isinstance(dim, int)
+        and meta.tensor(scores).dim() > 1
+        and dim % meta.tensor(scores).dim() == meta.tensor(scores).dim() - 1
+    )
+
+
+def _choices(node: Node, ids: Node, chosen: Node | None, scores: Node) -> list[Choice]:
+    """A sort chooses where its first K positions are taken."""
+    options = meta.tensor(scores).shape[-1]
+    if not isinstance(options, int):
+        return []
+    if node.target in (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable):
+        cuts = [user for user in ids.users if _takes_first(user, meta.tensor(ids).dim() - 1)]
+        return [_choice(node, cut, None, options, int(meta.tensor(cut).shape[-1])) for cut in cuts]
+    one_each = meta.tensor(ids).dim() == meta.tensor(scores).dim()
+    return [_choice(node, ids, chosen, options, int(meta.tensor(ids).shape[-1]) if one_each else 1)]
+
+
+def _choice(node: Node, ids: Node, chosen: Node | None, options: int, top_k: int) -> Choice:
+    return Choice(node, ids, chosen, options, top_k, int(meta.tensor(ids).numel()) // max(top_k, 1))
+
+
+def _takes_first(node: Node, last: int) -> bool:
+    if node.target is aten.slice.Tensor:
+        return node.args[1] == last and node.args[2] in (0, None)
+    return node.target is aten.narrow.default and node.args[1] in (last, -1) and node.args[2] == 0
+
+
+def dependents(starts: Iterable[Node]) -> set[Node]:
+    """Everything computed from ``starts``, without themselves."""
+    first = list(starts)
+    seen: set[Node] = set()
+    todo = list(first)
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return seen - set(first)
+
+
+def static_nodes(graph: Graph, weights: set[Node]) -> frozenset[Node]:
+    """Values computed from ``weights`` (parameters, buffers, constants) and literals alone."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node in weights:
+            found.add(node)
+        elif node.op == "call_function" and all(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)

@@ -1,0 +1,274 @@
+"""Where a routing decision meets experts: the values that enter each expert, and those that leave it.
+
+Gathered: rows picked by the decision enter expert weights; each run of row-wise operators between them is one component.
+Dense: every expert sees all tokens, and its result later meets a mask or a weight of the decision.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from moecompile import graph as ir
+from moecompile import meta
+from moecompile.recognition import rowwise
+from moecompile.recognition.choices import Choice, dependents
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Component:
+    """One run of row-wise operators; ``nodes`` include the exit."""
+
+    entry: Node | None
+    exit: Node
+    nodes: frozenset[Node]
+
+
+@dataclass
+class Proposal:
+    """What may be the experts of one routing decision. ``trouble`` says why there are none although there seem to be."""
+
+    choice: Choice
+    components: list[Component] = field(default_factory=list)
+    dense: bool = False
+    trouble: str = ""
+
+
+class Region:
+    """The part of a graph around one routing decision."""
+
+    def __init__(self, graph: Graph, choice: Choice, static: frozenset[Node]) -> None:
+        self.graph = graph
+        self.choice = choice
+        self.static = static
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        starts = [node for node in (choice.node, choice.ids, choice.chosen) if node is not None]
+        self.routed = dependents(starts) | set(starts)
+
+    def is_coefficient(self, node: Node) -> bool:
+        """A factor per row: comes from the decision and has one feature."""
+        if node not in self.routed or not meta.is_tensor(node):
+            return False
+        found = meta.tensor(node)
+        return (
+            found.is_floating_point()
+            and (found.dim() == 0 or str(found.shape[-1]) == "1")
+            or found.dtype == torch.bool
+            and str(found.shape[-1]) == "1"
+        )
+
+    def propose(self) -> Proposal:
+        """Gathered components if there are any, else dense ones."""
+        gathered = self._gathered()
+        if gathered.components or gathered.trouble:
+            return gathered
+        return self._dense()
+
+    # Gathered ----------------------------------------------------------------------------------------------------
+
+    def _gathered(self) -> Proposal:
+        found = Proposal(self.choice)
+        taken: set[Node] = set()
+        entries: dict[Node, None] = {}
+        for node in self.graph.nodes:
+            rows = self._weighted_rows(node)
+            if rows is None or rows not in self.routed or node in taken:
+                continue
+            for entry in self._origins(rows):
+                if entry not in entries and self._is_gather(entry):
+                    entries[entry] = None
+                    made = self._grow(entry)
+                    taken |= set(made.nodes)
+                    found.components.append(made)
+        for component in found.components:
+            exits = self._exits(component.nodes)
+            if len(exits) != 1:
+                names = ", ".join(meta.where(item) for item in exits) or "nothing"
+                found.trouble = f"an expert hands out {len(exits)} values ({names}), where one is expected"
+        return found
+
+    def _weighted_rows(self, node: Node) -> Node | None:
+        """The rows that a node multiplies by a weight."""
+        if not rowwise.is_linear(node):
+            return None
+        operands = [item for item in rowwise.tensor_inputs(node) if item not in self.static]
+        return operands[0] if len(operands) == 1 and len(rowwise.tensor_inputs(node)) > 1 else None
+
+    def _origins(self, node: Node) -> list[Node]:
+        """Where rows come from when one walks back over row-wise operators."""
+        found: dict[Node, None] = {}
+        seen, todo = {node}, [node]
+        while todo:
+            here = todo.pop()
+            if here.op != "call_function" or here not in self.routed or not rowwise.may_be_rowwise(here):
+                found[here] = None
+                continue
+            sources = [
+                item
+                for item in rowwise.tensor_inputs(here)
+                if item not in self.static and not self.is_coefficient(item)
+            ]
+            if any(item not in self.routed for item in sources) and here.target not in rowwise.AXES | rowwise.RESHAPES:
+                found[here] = None  # routed and other values meet here
+                continue
+            for item in sources:
+                if item not in seen:
+                    seen.add(item)
+                    todo.append(item)
+        return list(found)
+
+    def _is_gather(self, node: Node) -> bool:
+        """Rows of something that does not depend on the decision, picked by something that does."""
+        if node not in self.routed or node in (self.choice.node, self.choice.ids, self.choice.chosen):
+            return False
+        sources = self.outer_sources(node)
+        return any(meta.tensor(item).is_floating_point() and meta.tensor(item).dim() > 1 for item in sources)
+
+    def outer_sources(self, node: Node) -> list[Node]:
+        """Floating values from before the decision that a routed value is made of, passing over no accumulator."""
+        found: dict[Node, None] = {}
+        seen, todo = {node}, [node]
+        while todo:
+            here = todo.pop()
+            if here.target in _ACCUMULATORS or rowwise.is_linear(here) and self._weighted_rows(here) is not None:
+                return []
+            for item in here.all_input_nodes:
+                if (
+                    item in seen
+                    or item in (self.choice.node, self.choice.ids, self.choice.chosen)
+                    or item in self.static
+                ):
+                    continue
+                seen.add(item)
+                if item in self.routed:
+                    todo.append(item)
+                elif meta.is_tensor(item) and meta.tensor(item).is_floating_point():
+                    found[item] = None
+        return list(found)
+
+    def _grow(self, entry: Node) -> Component:
+        """Everything that is row-wise in the entry's rows and reads nothing else but weights."""
+        inside = {entry}
+        for node in sorted(dependents([entry]), key=self.order.__getitem__):
+            if not rowwise.may_be_rowwise(node):
+                continue
+            sources = [item for item in rowwise.tensor_inputs(node) if item not in self.static]
+            others = [item for item in sources if item not in inside]
+            scaled = node.target is aten.mul.Tensor and len(others) == 1 and self.is_coefficient(others[0])
+            if len(others) < len(sources) and (not others or scaled):
+                inside.add(node)
+        nodes = frozenset(inside - {entry})
+        exits = self._exits(nodes)
+        return Component(entry, exits[0] if exits else entry, nodes)
+
+    def _exits(self, nodes: frozenset[Node]) -> list[Node]:
+        return [
+            node
+            for node in sorted(nodes, key=self.order.__getitem__)
+            if any(user not in nodes and user.target not in rowwise.SIZES for user in node.users)
+        ]
+
+    # Dense -------------------------------------------------------------------------------------------------------
+
+    def _dense(self) -> Proposal:
+        found = Proposal(self.choice, dense=True)
+        metas = self._meetings()
+        cones = {node: self._cone(node) for node in metas}
+        reached: dict[Node, int] = {}
+        for cone in cones.values():
+            for node in cone:
+                reached[node] = reached.get(node, 0) + 1
+        for node, cone in cones.items():
+            # What several results share is what goes into the experts; a batched product shares nothing with others.
+            own = frozenset(item for item in cone if reached[item] == 1)
+            if node in own and any(self._weighted_rows(item) is not None for item in own):
+                fringe = {
+                    source
+                    for item in own
+                    for source in rowwise.tensor_inputs(item)
+                    if source not in own and source not in self.static
+                }
+                entry = next(iter(fringe)) if len(fringe) == 1 else None
+                found.components.append(Component(entry, node, own))
+        return found
+
+    def _meetings(self) -> list[Node]:
+        """Values from before the decision that meet it, seen through stacking."""
+        found: dict[Node, None] = {}
+        for node in self.graph.nodes:
+            if node not in self.routed or node is self.choice.node:
+                continue
+            for item in rowwise.tensor_inputs(node):
+                if item not in self.routed and item not in self.static and meta.is_tensor(item):
+                    found.update(dict.fromkeys(_unstacked(item)))
+        return [node for node in found if meta.tensor(node).is_floating_point()]
+
+    def _cone(self, node: Node) -> set[Node]:
+        """Row-wise operators that lead to ``node`` from before the decision."""
+        seen: set[Node] = set()
+        todo = [node]
+        while todo:
+            here = todo.pop()
+            if here in seen or here.op != "call_function" or not rowwise.may_be_rowwise(here):
+                continue
+            seen.add(here)
+            todo += [item for item in rowwise.tensor_inputs(here) if item not in self.static]
+        return seen
+
+    # The result --------------------------------------------------------------------------------------------------
+
+    def results(self, exits: list[Node], limit: int = 8) -> list[Node]:
+        """Values through which alone the experts reach the rest of the graph, first ones first."""
+        last_use = {node: max((self.order[user] for user in node.users), default=-1) for node in self.graph.nodes}
+        reached, open_nodes, found = set(exits), set(exits), []
+        final = max(self.order[item] for item in exits)
+        for node in self.graph.nodes:
+            at = self.order[node]
+            if node not in reached:
+                if not any(item in reached for item in node.all_input_nodes) or node.target in rowwise.SIZES:
+                    continue
+                if node.op != "call_function":
+                    break
+                reached.add(node)
+                open_nodes.add(node)
+            open_nodes = {item for item in open_nodes if last_use[item] > at}
+            if at >= final and open_nodes == {node} and meta.is_tensor(node):
+                found.append(node)
+                if len(found) == limit:
+                    break
+        return found
+
+
+_ACCUMULATORS = frozenset(
+    {
+        aten.index_add.default,
+        aten.index_put.default,
+        aten.index_copy.default,
+        aten.scatter_add.default,
+        aten.scatter_reduce.two,
+    }
+)
+
+
+def _unstacked(node: Node) -> list[Node]:
+    """The parts of a stack or a concatenation, else the value itself."""
+    if node.target in (aten.stack.default, aten.cat.default):
+        return [item for item in node.args[0] if isinstance(item, Node)]  # type: ignore[union-attr]
+    if node.target in rowwise.RESHAPES | rowwise.AXES and isinstance(node.args[0], Node):
+        parts = _unstacked(node.args[0])
+        return parts if parts != [node.args[0]] else [node]
+    return [node]
+
+
+def ancestors_until(node: Node, stop: set[Node]) -> set[Node]:
+    """What ``node`` depends on, not past ``stop``."""
+    return ir.ancestors(node, stop=stop) | {node}
+
+
+def is_tuple_part(node: Node) -> bool:
+    return node.target is operator.getitem

@@ -1,0 +1,74 @@
+"""How a step that has already run its backward looks to autograd.
+
+A call under grad runs forward and backward at once; ``loss.backward()`` then only hands the gradients out, times the incoming
+scalar. To the engine this is one function of all trained parameters, so accumulation into ``.grad``, hooks,
+``torch.autograd.grad`` and loss scaling work as for any other loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Gradients = list["Tensor | None"]
+
+
+class StepResult:
+    """The gradients of one step, to be taken once. ``finish`` runs when they are taken, before they are handed out."""
+
+    def __init__(self, gradients: Gradients, finish: Callable[[Gradients], Gradients] | None = None) -> None:
+        self._gradients: Gradients | None = gradients
+        self._finish = finish
+
+    def take(self, scale: Tensor) -> Gradients:
+        if self._gradients is None:
+            raise RuntimeError(
+                "backward was called a second time on the loss of one step, whose gradients were handed out already; call the "
+                "model again, or add the losses up and call backward once."
+            )
+        gradients, self._gradients = self._gradients, None
+        if self._finish is not None:
+            gradients = self._finish(gradients)
+        held = [item for item in gradients if item is not None]
+        # a scalar of one is by far the commonest, and reading it costs nothing on the host
+        if held and not (scale.device.type == "cpu" and scale.item() == 1.0):
+            torch._foreach_mul_(held, scale.to(held[0].dtype) if scale.dim() == 0 else scale)
+        return gradients
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: StepResult, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.result = result
+        ctx.set_materialize_grads(False)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.result.take(grads[0]))
+
+
+class _Detached(torch.autograd.Function):
+    """Any other output of a step: its value is there, its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, parameter: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(
+            "backward was called through an output other than the loss of a call that ran its whole step; derive from the loss, "
+            "or call a model that returns no loss."
+        )
+
+
+def attach(result: StepResult, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The loss with the step's gradients behind it."""
+    if not parameters:
+        return loss
+    attached: Tensor = _Step.apply(result, loss, *parameters)  # type: ignore[no-untyped-call]
+    return attached

@@ -1,0 +1,140 @@
+"""A model's parameters as one rank holds them: cut in place, under the user's own Parameter objects.
+
+A parameter that the plan cuts keeps its identity; only its data becomes this rank's share. Experts that are modules of their
+own become views into one stacked tensor, which is what the graph reads; an expert of another rank becomes empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .errors import CaptureError
+from .mesh import Mesh
+from .placement.types import Shard
+from .program import Input, InputKind
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter or buffer of the plain model is spread: dim ``dim`` over ``axis``, or whole on one rank of it.
+
+    ``shape`` is the global shape. For an expert that is a parameter of its own ``owner`` is the index on ``axis`` of the rank
+    that holds it and ``dim`` is None.
+    """
+
+    axis: str
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    owner: int | None = None
+
+
+class Weights:
+    """The tensors behind a program's PARAM and BUFFER inputs on one rank."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, rank: int) -> None:
+        self.model, self.mesh, self.rank = model, mesh, rank
+        self.cuts: dict[str, Cut] = {}
+        self.shapes = {name: tuple(item.shape) for name, item in _named(model)}
+        self._stacks: dict[tuple[str, ...], Tensor] = {}
+
+    def cut(self, inputs: Iterable[Input]) -> None:
+        """Cut every weight that ``inputs`` place and that is still whole; call once per captured program."""
+        with torch.no_grad():
+            for item in inputs:
+                if item.kind not in (InputKind.PARAM, InputKind.BUFFER):
+                    continue
+                placed = [(axis, found) for axis, found in item.placements if isinstance(found, Shard)]
+                if item.stacked:
+                    self._stack(item, placed)
+                elif placed and item.fqns[0] not in self.cuts:
+                    self._slice(item.fqns[0], placed[0][0], placed[0][1].dim)
+
+    def value(self, item: Input) -> Tensor:
+        """The local tensor of an input."""
+        if not item.stacked:
+            return find(self.model, item.fqns[0]).detach()
+        stack = self._stacks[item.fqns]
+        if not self._is_intact(item.fqns, stack):
+            stack = self._restack(item.fqns)
+        return stack
+
+    def parameters_of(self, item: Input) -> list[tuple[nn.Parameter, int | None]]:
+        """The Parameters behind an input, each with its place in the local stack; None: held by another rank, or no stack."""
+        found = [(parameter(self.model, name), name) for name in item.fqns]
+        if not item.stacked:
+            return [(found[0][0], None)]
+        local = self._local_names(item.fqns)
+        return [(param, local.index(name) if name in local else None) for param, name in found]
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.cuts[name].shape if name in self.cuts else self.shapes[name]
+
+    # -- cutting -----------------------------------------------------------------------------------------------------
+    def _slice(self, name: str, axis: str, dim: int) -> None:
+        tensor, ranks = find(self.model, name), self.mesh.size(axis)
+        self.cuts[name] = Cut(axis, tuple(tensor.shape), dim)
+        tensor.data = tensor.data.chunk(ranks, dim)[self.mesh.axis_index(axis, self.rank)].clone()
+
+    def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
+        if item.fqns in self._stacks:
+            return
+        axis = placed[0][0] if placed else ""
+        share = len(item.fqns) // (self.mesh.size(axis) if axis else 1)
+        for index, name in enumerate(item.fqns):
+            if axis:
+                self.cuts[name] = Cut(axis, self.shapes[name], None, index // share)
+        self._restack(item.fqns)
+        for name in set(item.fqns) - set(self._local_names(item.fqns)):
+            tensor = find(self.model, name)
+            tensor.data = tensor.data.new_empty(0)
+
+    def _local_names(self, names: tuple[str, ...]) -> list[str]:
+        first = self.cuts.get(names[0])
+        if first is None:
+            return list(names)
+        mine = self.mesh.axis_index(first.axis, self.rank)
+        return [name for name in names if self.cuts[name].owner == mine]
+
+    def _restack(self, names: tuple[str, ...]) -> Tensor:
+        """Put this rank's experts into one tensor and point their Parameters into it."""
+        local = [find(self.model, name) for name in self._local_names(names)]
+        stack = torch.stack([item.data for item in local])
+        for item, part in zip(local, stack.unbind(0), strict=True):
+            item.data = part
+        self._stacks[names] = stack
+        return stack
+
+    def _is_intact(self, names: tuple[str, ...], stack: Tensor) -> bool:
+        """Whether the Parameters still point into the stack; ``model.to()`` and assignments to ``.data`` break that."""
+        step = stack.stride(0) * stack.element_size()
+        return all(
+            find(self.model, name).data_ptr() == stack.data_ptr() + index * step
+            for index, name in enumerate(self._local_names(names))
+        )
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def find(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by its dotted name, as it is now."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(last)
+    if found is None:
+        found = module._buffers.get(last)
+    if found is None:
+        raise CaptureError(f"the model has lost its weight '{name}' since it was captured; parallelize it again.")
+    return found
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    found = find(model, name)
+    assert isinstance(found, nn.Parameter)
+    return found
