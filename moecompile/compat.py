@@ -45,7 +45,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 # Swaps parameters for fake ones around an export; functional_call does so around one call only.
-from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module  # noqa: F401
+from torch.nn.utils.stateless import _reparametrize_module
 
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -60,6 +60,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 # Renamed in 2.13, where the old names warn; 2.11 has only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+reparametrize_module = _reparametrize_module
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

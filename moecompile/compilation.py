@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from . import pipeline as pipelines
 from .capture import Captured, batch_inputs, capture_model, globalize
-from .compat import reparametrize_module
-from .errors import CaptureError
+from .compat import reparametrize_module, tree_flatten, tree_unflatten
+from .errors import CaptureError, PlanError
 from .mesh import Mesh
 from .pass_base import Fact, Pass
 from .passes import PASSES, STEP
@@ -34,12 +34,40 @@ class Request:
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
     """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that have been cut already."""
     plan = request.plan
-    args, kwargs = globalize(request.args, request.kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
+    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
+    args, kwargs = globalize(args, kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
     if shapes is None:
         return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
     whole = {name: _whole(tensor, shapes.get(name)) for name, tensor in _weights(model)}
     with reparametrize_module(model, whole):
         return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
+
+
+def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with its batch tensors cut to one microbatch."""
+    if plan.microbatches == 1:
+        return args, kwargs
+    leaves, spec = tree_flatten((args, kwargs))
+    for index, dim in batch_inputs(args, kwargs, plan.batch_dims).items():
+        leaves[index] = leaves[index].narrow(dim, 0, leaves[index].shape[dim] // plan.microbatches)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
+    return found
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> None:
+    """Refuse a batch that the plan cannot cut: none at all, or one that the microbatches do not divide."""
+    split = batch_inputs(args, kwargs, plan.batch_dims)
+    leaves, _ = tree_flatten((args, kwargs))
+    if not split:
+        raise CaptureError("the call has no tensor argument with a batch dim; pass the batch as tensors, or name its dim in batch_dims.")
+    for index, dim in split.items():
+        size = leaves[index].shape[dim]
+        if size == 0 or size % plan.microbatches:
+            near = max(plan.microbatches, size // plan.microbatches * plan.microbatches)
+            raise PlanError(
+                f"each rank's batch has {size} rows, but microbatches={plan.microbatches} needs a positive multiple of it; pass "
+                f"{near} rows, or drop the last batch of the data set."
+            )
 
 
 def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -60,15 +88,24 @@ def compile_call(
     *,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     pipeline: str | None = None,
+    synced: bool = True,
     check: bool = True,
     record_text: bool = False,
 ) -> Program:
-    """The program of this call: a step (forward and backward) if grad mode is on and the call returns a loss."""
+    """The program of this call: a step (forward and backward) if grad mode is on and the call returns a loss.
+
+    With ``synced=False`` the gradients stay this rank's share.
+    """
     captured = capture(model, request, shapes)
-    step = captured.loss_index is not None and torch.is_grad_enabled() and any(i.requires_grad for i in captured.inputs)
-    text = pipeline or default_pipeline(request.plan, step=step)
+    learns = torch.is_grad_enabled() and any(item.requires_grad for item in captured.inputs)
+    step = learns and captured.loss_index is not None
+    passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
+    if not synced:
+        passes = tuple(item for item in passes if Fact.GRADS_SYNCED not in item.provides)
+    if learns and not step:
+        passes = tuple(item for item in passes if Fact.LOWERED not in item.provides)  # backends' ops have no gradient
     program = as_program(captured, request)
-    return pipelines.run(program, pipelines.parse(text, PASSES), PASSES, check=check, record_text=record_text)
+    return pipelines.run(program, passes, PASSES, check=check, record_text=record_text)
 
 
 def as_program(captured: Captured, request: Request) -> Program:

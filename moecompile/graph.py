@@ -147,3 +147,16 @@ def symbolic_sizes(found: Any) -> Iterator[torch.SymInt]:
 def map_nodes(tree: Any, fn: Callable[[Node], Any]) -> Any:
     """``map_arg`` that also descends into plain containers."""
     return tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Node) else leaf, tree)
+
+
+def extract(graph: Graph, wanted: Iterable[Node]) -> Graph:
+    """A graph with the same placeholders that computes only ``wanted``, in that order."""
+    wanted = list(wanted)
+    needed = ancestors(*wanted) | set(wanted)
+    made, env = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder" or (node in needed and node.op != "output"):
+            env[node] = made.node_copy(node, env.__getitem__)
+            env[node].meta = meta.copy_meta(node)
+    made.output(tuple(env[node] for node in wanted))
+    return made

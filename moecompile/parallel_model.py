@@ -7,37 +7,25 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import grads
-from .compat import tree_flatten, tree_unflatten
-from .compilation import Request, compile_call
+from .compat import tree_flatten
+from .compilation import Request, check_batch, compile_call
+from .compiled import CompiledCall
 from .errors import CaptureError
 from .mesh import Mesh
 from .plan import Plan
-from .program import Input, InputKind, Level, OutputKind, Program
+from .program import Program
 from .runtime import control
-from .runtime.executor import Executor
 from .runtime.process_groups import ProcessGroups
-from .step import Gradients, StepResult, attach
 from .weights import Weights
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
-
-
-@dataclass
-class Compiled:
-    """One entry of the cache: a program, its executor and where its gradients go."""
-
-    program: Program
-    executor: Executor
-    trained: list[tuple[nn.Parameter, int, int | None]] = field(default_factory=list)  # param, output, place in stack
-    unsynced: Executor | None = None
 
 
 class ParallelModel(nn.Module):
@@ -98,12 +86,13 @@ class ParallelModel(nn.Module):
             self._state.sync = before
 
     # -- a call ------------------------------------------------------------------------------------------------------
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
         signature, error, compiled = "", None, None
         try:
-            signature = call_signature(self.plain, args, kwargs)
+            signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
+            check_batch(args, kwargs, state.plan)
         except Exception as found:
             error = found
         if state.control:
@@ -118,13 +107,13 @@ class ParallelModel(nn.Module):
         state.latest = compiled
         return compiled
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> Compiled:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
         state, error, program = self._state, None, None
         request = Request(args, kwargs, state.plan, state.loss_fn)
         try:
             shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
-            program = compile_call(self.plain, request, shapes=shapes)
+            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync)
         except Exception as found:
             error = found
         text = "" if program is None else hashlib.sha256(program.graph_module.code.encode()).hexdigest()
@@ -134,17 +123,8 @@ class ParallelModel(nn.Module):
             raise error
         assert program is not None
         state.weights.cut(program.inputs)
-        compiled = Compiled(program, Executor(program, state.groups))
-        compiled.trained = list(self._trained(program))
         self._mark_cut_gradients()
-        return compiled
-
-    def _trained(self, program: Program) -> Iterator[tuple[nn.Parameter, int, int | None]]:
-        by_name = {item.name: item for item in program.inputs}
-        for at, output in enumerate(program.outputs):
-            if output.kind is OutputKind.GRAD:
-                for param, place in self._state.weights.parameters_of(by_name[output.name]):
-                    yield param, at, (-1 if place is None else place) if by_name[output.name].stacked else None
+        return CompiledCall(program, state.groups, state.weights, synced=state.sync)
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -156,51 +136,23 @@ class ParallelModel(nn.Module):
                     state.marked[name] = grads.mark(param, group) if param.requires_grad else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._state
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
-        program = compiled.program
-        results = compiled.executor([self._input(item, program, leaves) for item in program.inputs])
-        values: dict[int, Tensor] = {}
-        for item, value in zip(program.outputs, results, strict=True):
-            if item.kind in (OutputKind.LOSS, OutputKind.USER) and item.leaf >= 0:
-                values[item.leaf] = value
-            if item.kind is OutputKind.LOSS and program.level is Level.STEP:
-                values[item.leaf] = self._attach(compiled, results, value)
-        if program.out_spec is None:
-            raise CaptureError("the program does not know the return structure of the model; compile it from a model.")
-        out = [values.get(at, constant) for at, constant in enumerate(program.out_template)]
-        rebuilt = tree_unflatten(out, program.out_spec)
-        return values[-1] if -1 in values else rebuilt
+        result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
+        state.calls += 1
+        return result
 
-    def _attach(self, compiled: Compiled, results: tuple[Any, ...], loss: Tensor) -> Tensor:
-        """Put the gradients of a finished step behind its loss."""
-        gradients: Gradients = []
-        parts: dict[int, tuple[Tensor, ...]] = {}
-        for param, at, place in compiled.trained:
-            grad = results[at]
-            if place is None:
-                gradients.append(grad)
-            elif place < 0:
-                gradients.append(grad.new_empty(0))
-            else:
-                if at not in parts:
-                    parts[at] = grad.unbind(0)
-                gradients.append(parts[at][place])
-        return attach(StepResult(gradients), loss, [param for param, _, _ in compiled.trained])
+    def _leave_unreduced(self) -> None:
+        """A backward under ``no_sync`` leaves this rank's share in ``.grad``."""
+        self._state.unreduced = True
 
-    def _input(self, item: Input, program: Program, leaves: list[Any]) -> Any:
+    def _reduce_accumulated(self) -> None:
+        """The first backward outside ``no_sync`` reduces what was left in ``.grad``, before its own is added."""
         state = self._state
-        if item.kind in (InputKind.PARAM, InputKind.BUFFER):
-            return state.weights.value(item)
-        if item.kind is InputKind.CONSTANT:
-            return program.constants[item.name]
-        if item.kind is InputKind.BATCH:
-            return leaves[item.leaf].detach()
-        if item.kind is InputKind.OFFSET:
-            return torch.tensor(state.mesh.axis_index(item.axis, state.groups.rank) * item.stride)
-        raise CaptureError(
-            f"the program asks for a {item.kind.value} input '{item.name}', which a call does not supply."
-        )
+        if state.unreduced and state.latest is not None:
+            state.latest.reduce_accumulated()
+        state.unreduced = False
 
 
 class _State:
@@ -210,10 +162,12 @@ class _State:
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
-        self.cache: dict[str, Compiled] = {}
-        self.latest: Compiled | None = None
+        self.cache: dict[str, CompiledCall] = {}
+        self.latest: CompiledCall | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
+        self.unreduced = False
+        self.calls = 0
         self.control = True
         self._sizes: Counter[tuple[str, int]] = Counter()
         self._seen: dict[tuple[int, int], set[int]] = {}

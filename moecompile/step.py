@@ -72,3 +72,26 @@ def attach(result: StepResult, loss: Tensor, parameters: Sequence[Tensor]) -> Te
         return loss
     attached: Tensor = _Step.apply(result, loss, *parameters)  # type: ignore[no-untyped-call]
     return attached
+
+
+class _Shared(torch.autograd.Function):
+    """Weights as a program under autograd reads them; their gradients come back together and are reduced at once."""
+
+    @staticmethod
+    def forward(ctx: Any, reduce: Callable[[Sequence[Tensor | None]], None], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduce = reduce
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        own = [None if grad is None else grad.clone() for grad in grads]
+        ctx.reduce(own)
+        return (None, *own)
+
+
+def share(reduce: Callable[[Sequence[Tensor | None]], None], weights: Sequence[Tensor]) -> list[Tensor]:
+    """``weights`` for a differentiable program; ``reduce`` sums their gradients in place over the ranks."""
+    if not weights:
+        return []
+    return list(_Shared.apply(reduce, *weights))  # type: ignore[no-untyped-call]

@@ -62,6 +62,12 @@ class Weights:
             stack = self._restack(item.fqns)
         return stack
 
+    def attached(self, item: Input) -> Tensor:
+        """The local tensor of a PARAM input as a differentiable function of the Parameters behind it."""
+        if not item.stacked:
+            return find(self.model, item.fqns[0])
+        return torch.stack([find(self.model, name) for name in self._local_names(item.fqns)])
+
     def parameters_of(self, item: Input) -> list[tuple[nn.Parameter, int | None]]:
         """The Parameters behind an input, each with its place in the local stack; None: held by another rank, or no stack."""
         found = [(parameter(self.model, name), name) for name in item.fqns]

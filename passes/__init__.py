@@ -9,12 +9,16 @@ from moecompile.pass_base import Pass
 from .differentiate import Differentiate
 from .insert_dispatch import InsertDispatch
 from .lower_ops import LowerOps
+from .normalize_loss import NormalizeLoss
+from .record_metrics import RecordMetrics
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .sync_grads import SyncGrads
 from .sync_loss import SyncLoss
 
 ALL_PASSES: tuple[type[Pass], ...] = (
+    NormalizeLoss,
+    RecordMetrics,
     ShardDense,
     ShardExperts,
     InsertDispatch,
@@ -25,6 +29,8 @@ ALL_PASSES: tuple[type[Pass], ...] = (
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
-# what a call under grad that returns a loss runs, and what any other call runs
-STEP = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate,sync-loss,sync-grads,lower-ops"
-FORWARD = "recognize-moe,shard-dense,shard-experts,insert-dispatch,sync-loss,lower-ops"
+# what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
+STEP = (
+    "recognize-moe,normalize-loss,record-metrics,shard-dense,shard-experts,insert-dispatch,"
+    "differentiate,sync-loss,sync-grads,lower-ops"
+)

@@ -211,8 +211,9 @@ class _Ranks:
             pass
         self.processes[rank].join(_EXIT_S)
         code = self.processes[rank].exitcode
-        killed = code is not None and code < 0
-        how = f"was killed by {signal.Signals(-code).name}" if killed else f"exited with code {code}"
+        how = f"exited with code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         return Reply(rank, error=f"the process {how} before it returned", moment=time.monotonic())
 
     def _fail(self, replies: dict[int, Reply]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from moecompile import meta, ops
-from moecompile.compat import PrefixStore, default_store
+from moecompile.compat import OpOverload, PrefixStore, default_store
 from moecompile.errors import PlanError, VerifyError
 from moecompile.mesh import Mesh
 from moecompile.plan import Plan, torchrun_line
@@ -108,7 +108,7 @@ class ProcessGroups:
             try:
                 for ranks in groups:  # every rank takes part in making every group
                     made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-                    if self.rank in ranks:
+                    if isinstance(made, dist.ProcessGroup):  # a rank outside the group gets a marker
                         self._made[key] = made
             except RuntimeError as error:
                 if not is_peer_fault(error):
@@ -139,9 +139,9 @@ class ProcessGroups:
 
 def axis_of(node: Node) -> str | None:
     """The mesh axis (or, once bound, the group name) of a collective node; None for every other node."""
-    if node.op != "call_function" or node.target not in ops.COLLECTIVES:
+    position = ops.AXIS_ARGUMENT.get(node.target) if isinstance(node.target, OpOverload) else None
+    if position is None:
         return None
-    position = ops.AXIS_ARGUMENT[node.target]
     if len(node.args) <= position:
         raise VerifyError(f"{meta.where(node)} passes arguments by name; collectives take all theirs by position.")
     axis = node.args[position]

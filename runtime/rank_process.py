@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from moecompile.runtime.faults import is_peer_fault
 
-
 # Held back from a rank until it can answer them its own way.
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 

@@ -67,10 +67,11 @@ def simulate(
 ) -> list[Any]:
     """Outputs of all ranks, in rank order.
 
-    ``inputs_per_rank[r]`` lines up with the placeholders of rank r's graph; one graph stands for all ranks.  Graphs name mesh axes, not process groups.  Raises VerifyError for a
-    collective that lacks a partner or does not fit its partners' (op, dtype, shape, axis), and for a dispatch
-    or combine in which a rank sends another number of rows than its peer expects.  What a node itself raises
-    gets a note that names rank and node.
+    ``inputs_per_rank[r]`` lines up with the placeholders of rank r's graph; one graph stands for all ranks.
+    Graphs name mesh axes, not process groups.  Raises VerifyError for a collective that lacks a partner or
+    does not fit its partners' (op, dtype, shape, axis), and for a dispatch or combine in which a rank sends
+    another number of rows than its peer expects.  What a node itself raises gets a note that names rank and
+    node.
     """
     world_size = mesh.world_size
     graphs = [graph_modules] * world_size if isinstance(graph_modules, GraphModule) else list(graph_modules)
@@ -173,8 +174,8 @@ def _check_fit(stops: list[_Stop]) -> None:
     if any(asked(stop) != asked(first) for stop in stops[1:]):
         found = "; ".join(map(str, stops))
         raise VerifyError(
-            f"simulate: the ranks of a group are in collectives that do not fit: {found}. All ranks must run the "
-            "same collectives in the same order."
+            f"simulate: the ranks of a group are in collectives that do not fit: {found}. All ranks must run "
+            "the same collectives in the same order."
         )
     size = len(first.group)
     stated = {ops.exchange_counts: first.args[1], ops.all_gather: first.args[1], ops.reduce_scatter: first.args[1]}
@@ -192,8 +193,8 @@ def _deadlock(waiting: dict[int, _Stop], results: dict[int, Any]) -> VerifyError
     if results:
         lines.append(f"rank {', '.join(map(str, sorted(results)))} has finished")
     return VerifyError(
-        f"simulate: deadlock, no collective has all its ranks: {'; '.join(lines)}. Some rank lacks a collective or "
-        "has one too many."
+        f"simulate: deadlock, no collective has all its ranks: {'; '.join(lines)}. Some rank lacks a "
+        "collective or has one too many."
     )
 
 

@@ -42,11 +42,11 @@ class Autocast:
         return Autocast((*rest, (device, dtype or torch.get_autocast_dtype(device))))
 
 
-class _FirstCasts(TorchDispatchMode):
+class _FirstCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the casts that come before any other operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.casts: dict[int, torch.dtype] = {}
         self._open = True
 

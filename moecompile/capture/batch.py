@@ -59,7 +59,8 @@ def batch_inputs(
     unknown = [name for name in given if not any(_belongs(leaf, name) for leaf in names)]
     if unknown:
         raise CaptureError(
-            f"batch_dims names {unknown[0]!r}, which is no argument of this call; its arguments are {', '.join(names) or 'none'}."
+            f"batch_dims names {unknown[0]!r}, which is no argument of this call; its arguments are "
+            f"{', '.join(names) or 'none'}."
         )
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
     found: dict[int, int] = {}
@@ -102,4 +103,4 @@ def globalize(
         # All strides are zero: one element of memory, whatever the shape.
         made = torch.empty_strided(shape, [0] * len(shape), dtype=leaf.dtype, device=leaf.device)
         leaves[index] = made.requires_grad_(leaf.requires_grad)
-    return tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)  # type: ignore[no-any-return]

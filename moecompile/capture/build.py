@@ -56,6 +56,7 @@ class Builder:
 
     def placeholder(self, traced: Node, name: str, frozen: str, requires_grad: bool) -> Handle:
         node = self.graph.placeholder(name)
+        node.target = node.name  # a.b_c and a_b.c are one identifier; generated code takes arguments by target
         node.meta["val"] = traced.meta["val"]
         if requires_grad:
             self._differentiable.add(node)
@@ -85,14 +86,15 @@ class Builder:
             return self._in_place(node, env)
         if _writes_elsewhere(node.target):
             raise CaptureError(
-                f"{meta.source(node)}: {node.target} writes its result into an argument (out=); assign the result instead."
+                f"{meta.source(node)}: {node.target} writes its result into an argument (out=); assign the result."
             )
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is not None and isinstance(env.get(source), Handle) and is_identity(node, source):
-            handle: Handle = env[source]
-            return handle if _same_storage(node, source) else Handle(self._value(handle))
-        if node.target is aten.detach.default and self._value(env[source]) not in self._differentiable:
-            return env[source]
+        given = env.get(source) if source is not None else None
+        if source is not None and isinstance(given, Handle):
+            if is_identity(node, source):
+                return given if _same_storage(node, source) else Handle(self._value(given))
+            if node.target is aten.detach.default and self._value(given) not in self._differentiable:
+                return given
         return self._call(node, source, env)
 
     def _call(self, node: Node, source: Node | None, env: dict[Node, Any]) -> Handle:
@@ -122,8 +124,8 @@ class Builder:
         here = self._value(handle)
         if not self.grad_enabled and here in self._differentiable and here not in self._without_grad:
             raise CaptureError(
-                f"{meta.source(node)}: a tensor that carries a gradient is changed in place under no_grad ({node.target}), so "
-                f"its value and its gradient would disagree; compute a new tensor instead."
+                f"{meta.source(node)}: a tensor that carries a gradient is changed in place under no_grad "
+                f"({node.target}), so that value and gradient disagree; compute a new tensor instead."
             )
         wanted = node.meta["val"]
         args = map_arg(node.args[1:], lambda item: self._operand(env[item]))
@@ -148,6 +150,7 @@ class Builder:
             value = self._insert(traced, aten._to_copy.default, (value,), {"dtype": wanted.dtype})
         if found.shape != wanted.shape:
             value = self._insert(traced, aten.expand.default, (value, list(wanted.shape)), {})
+        assert isinstance(value, Node)
         return value
 
     def _region(self, module: GraphModule, node: Node, env: dict[Node, Any]) -> tuple[Any, ...]:
@@ -164,9 +167,10 @@ class Builder:
             self.autocast = self.autocast.inside(device, dtype, bool(enabled))  # type: ignore[arg-type]
         else:
             raise CaptureError(
-                f"{meta.source(node)}: the forward uses {name}, which no pass can rewrite; write it with plain tensor operations."
+                f"{meta.source(node)}: the forward uses {name}, which no pass can rewrite; write it with plain tensor "
+                f"operations."
             )
-        inner = getattr(module, body.target)  # type: ignore[union-attr]
+        inner = getattr(module, str(body.target))  # type: ignore[union-attr]
         inputs = [item for item in inner.graph.nodes if item.op == "placeholder"]
         outputs = self.inline(inner, dict(zip(inputs, (env[item] for item in operands), strict=True)))  # type: ignore[index]
         self.grad_enabled, self.autocast, self._weight_casts = saved
@@ -200,9 +204,9 @@ class Builder:
         if "nn_module_stack" in node.meta:
             node.meta["nn_module_stack"] = self._module_stack(node.meta["nn_module_stack"])
         node.meta["val"] = ir.compute(target, args, kwargs, self.mode) if value is None else value
-        if target is not aten.detach.default and _may_carry_gradient(node.meta["val"]):
-            if any(item in self._differentiable for item in node.all_input_nodes):
-                self._differentiable.add(node)
+        passes_gradient = target is not aten.detach.default and _may_carry_gradient(node.meta["val"])
+        if passes_gradient and any(item in self._differentiable for item in node.all_input_nodes):
+            self._differentiable.add(node)
         if self.track_grad and not self.grad_enabled:
             self._without_grad.add(node)
         return node

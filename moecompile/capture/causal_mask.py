@@ -1,18 +1,18 @@
 """Replace a materialised causal mask by `is_causal`.
 
 Models hand `scaled_dot_product_attention` an S x S mask that export spells out as index arithmetic.  Where the mask is
-provably the lower triangle for every batch row, whatever the inputs, attention takes `is_causal=True` instead: the same
-meaning without memory quadratic in S.
+provably the lower triangle for every batch row, whatever the inputs, attention takes `is_causal=True` instead: the
+same meaning without memory quadratic in S.
 
-The proof evaluates the mask's subgraph, which must depend on no input.  The large part of it is made of elementwise
-operators over index vectors, so it need not be evaluated element by element: a value is held as one row of the batch
-where all rows are equal, which is checked where it still is small and follows for elementwise results.
+Two proofs, both by evaluating the mask's subgraph, which must depend on no input.  A conjunction of comparisons between
+a column of query positions and a row of key positions, as Hugging Face writes it, is decided from the positions, in
+time linear in S.  Any other mask is evaluated whole, if it is small enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -23,49 +23,16 @@ from moecompile import meta
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
-_LARGEST = 1 << 28  # elements of a value the proof is willing to compute
-
-_ELEMENTWISE = frozenset(
-    {
-        aten.__and__.Tensor,
-        aten.__or__.Tensor,
-        aten.bitwise_and.Tensor,
-        aten.bitwise_or.Tensor,
-        aten.bitwise_not.default,
-        aten.logical_and.default,
-        aten.logical_or.default,
-        aten.logical_not.default,
-        aten.le.Tensor,
-        aten.lt.Tensor,
-        aten.ge.Tensor,
-        aten.gt.Tensor,
-        aten.eq.Tensor,
-        aten.ne.Tensor,
-        aten.le.Scalar,
-        aten.lt.Scalar,
-        aten.ge.Scalar,
-        aten.gt.Scalar,
-        aten.eq.Scalar,
-        aten.ne.Scalar,
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.where.self,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.where.Scalar,
-        aten.masked_fill.Scalar,
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.contiguous.default,
-    }
-)
+_LARGEST = 1 << 26  # elements of a value that a proof is willing to compute
 
 ConstantValue = Callable[[Node], torch.Tensor | None]
 
 
 def use_causal_attention(graph: Graph, constant: ConstantValue) -> int:
-    """Rewrite every attention whose mask is provably causal. Returns how many."""
+    """Rewrite every attention whose mask is provably causal. Returns how many.
+
+    ``constant`` gives the value of a placeholder that never changes, None for the others.
+    """
     proofs: dict[Node, bool] = {}
     rewritten = 0
     for node in ir.find(graph, _ATTENTION):
@@ -75,10 +42,9 @@ def use_causal_attention(graph: Graph, constant: ConstantValue) -> int:
         if mask not in proofs:
             proofs[mask] = _is_causal(mask, constant)
         if proofs[mask]:
-            query, key, value = node.args[:3]
             dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
             kept = {name: item for name, item in node.kwargs.items() if name in ("scale", "enable_gqa")}
-            node.args, node.kwargs = (query, key, value, None, dropout, True), kept
+            node.args, node.kwargs = (*node.args[:3], None, dropout, True), kept
             rewritten += 1
     return rewritten
 
@@ -90,7 +56,7 @@ def _mask(node: Node) -> Node | None:
 
 
 def _is_square(node: Node) -> bool:
-    query, key = meta.tensor(node.args[0]), meta.tensor(node.args[1])  # type: ignore[arg-type]
+    query, key = (meta.tensor(cast(Node, item)) for item in node.args[:2])
     return query.shape[-2] == key.shape[-2] and isinstance(query.shape[-2], int)
 
 
@@ -99,85 +65,125 @@ def _is_causal(mask: Node, constant: ConstantValue) -> bool:
     needed = ir.ancestors(mask) | {mask}
     if any(node.op == "placeholder" and constant(node) is None for node in needed):
         return False
-    if any(node.target in _RANDOM or not meta.is_tensor(node) for node in needed):
+    if any(not meta.is_tensor(node) or torch.Tag.nondeterministic_seeded in _tags(node) for node in needed):
         return False
+    values = _Values(constant)
     try:
-        found = _Evaluator(constant).rows(mask)
-    except (RuntimeError, _TooLargeError):
+        return _is_causal_conjunction(mask, values) or _is_lower_triangle(values.of(mask))
+    except _TooLargeError:
         return False
-    size = found.shape[-1]
+
+
+def _tags(node: Node) -> Any:
+    return getattr(node.target, "tags", ())
+
+
+# Proof from the positions ---------------------------------------------------------------------------------------------
+
+_AND = frozenset({aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default})
+# Comparison -> (compare for "small side <op> large side", whether the first argument is the small side).
+_COMPARISONS: dict[Any, tuple[Callable[[Any, Any], Any], bool]] = {
+    aten.le.Tensor: (torch.le, True),
+    aten.lt.Tensor: (torch.lt, True),
+    aten.ge.Tensor: (torch.le, False),
+    aten.gt.Tensor: (torch.lt, False),
+}
+
+
+def _is_causal_conjunction(mask: Node, values: _Values) -> bool:
+    """Whether ``mask`` is an "and" of parts that each are all true or causal, one at least causal."""
+    causal = False
+    for part in _conjuncts(mask):
+        if _is_causal_comparison(part, values):
+            causal = True
+        elif not _is_all_true(part, values):
+            return False
+    return causal
+
+
+def _conjuncts(mask: Node) -> Iterator[Node]:
+    if mask.target in _AND:
+        for item in mask.args:
+            yield from _conjuncts(cast(Node, item))
+    elif mask.target is aten.expand.default:
+        yield from _conjuncts(cast(Node, mask.args[0]))
+    else:
+        yield mask
+
+
+def _is_causal_comparison(part: Node, values: _Values) -> bool:
+    """Whether ``part`` says that key j comes no later than query i exactly for j <= i."""
+    if part.target not in _COMPARISONS:
+        return False
+    compare, in_order = _COMPARISONS[part.target]
+    small, large = part.args if in_order else reversed(part.args)
+    key, query = values.plane(small), values.plane(large)
+    if key is None or query is None or key.shape[0] != 1 or query.shape[1] != 1 or key.shape[1] != query.shape[0]:
+        return False
+    key, query = key[0], query[:, 0]
+    ascending = bool((key.diff() >= 0).all()) and bool((query.diff() >= 0).all())
+    # With keys in ascending order, the first key too late for query i decides about all later ones.
+    return ascending and bool(compare(key, query).all()) and not bool(compare(key[1:], query[:-1]).any())
+
+
+def _is_all_true(part: Node, values: _Values) -> bool:
+    if part.target in _COMPARISONS:
+        compare, in_order = _COMPARISONS[part.target]
+        small, large = (values.plane(item) for item in (part.args if in_order else reversed(part.args)))
+        return small is not None and large is not None and bool(compare(small.max(), large.min()))
+    if part.target is aten.eq.Tensor:
+        one, other = (values.plane(item) for item in part.args)
+        if one is None or other is None:
+            return False
+        return bool(one.min() == one.max()) and bool((other == one.min()).all())
+    return bool(values.of(part).all())
+
+
+# Proof by evaluation --------------------------------------------------------------------------------------------------
+
+
+def _is_lower_triangle(found: torch.Tensor) -> bool:
+    size = found.shape[-1] if found.dim() else 0
     if found.dim() < 2 or found.shape[-2] != size:
         return False
     triangle = torch.ones(size, size, dtype=torch.bool).tril()
     if found.dtype == torch.bool:
         return bool((found == triangle).all())
-    return bool((found.masked_fill(~triangle, 0) == 0).all()) and bool(
-        (found.masked_select(~triangle) == -torch.inf).all()
-    )
-
-
-_RANDOM = frozenset(
-    {aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default, aten.uniform.default}
-)
+    below, above = found.masked_select(triangle), found.masked_select(~triangle)
+    return bool((below == 0).all()) and bool((above == -torch.inf).all())
 
 
 class _TooLargeError(Exception):
     """A value of the mask's subgraph is too large to compute."""
 
 
-class _Evaluator:
-    """Concrete values of a subgraph without inputs, on the CPU, with equal leading rows held once."""
+class _Values:
+    """Concrete values of a subgraph without inputs, computed on the CPU."""
 
     def __init__(self, constant: ConstantValue) -> None:
         self._constant = constant
-        self._full: dict[Node, torch.Tensor] = {}
-        self._rows: dict[Node, torch.Tensor] = {}
+        self._known: dict[Node, torch.Tensor] = {}
 
-    def rows(self, node: Node) -> torch.Tensor:
-        """The value of ``node`` broadcast-equal to the full one: dim 0 has size 1 where all its rows are equal."""
-        if node not in self._rows:
-            self._rows[node] = self._compute_rows(node)
-        return self._rows[node]
+    def of(self, node: Node) -> torch.Tensor:
+        """The value of ``node``; `_TooLargeError` where it or something on the way is too large."""
+        if node not in self._known:
+            if meta.tensor(node).numel() > _LARGEST:
+                raise _TooLargeError
+            if node.op == "placeholder":
+                self._known[node] = cast(torch.Tensor, self._constant(node)).cpu()
+            else:
+                target = cast(Callable[..., torch.Tensor], node.target)
+                self._known[node] = target(*map_arg(node.args, self.of), **_on_cpu(node.kwargs))
+        return self._known[node]
 
-    def _compute_rows(self, node: Node) -> torch.Tensor:
-        rank = meta.tensor(node).dim()
-        if node.target in _ELEMENTWISE:
-            kwargs = _on_cpu(node.kwargs)
-            _refuse_large([self.rows(item).shape for item in node.all_input_nodes])
-            return node.target(*map_arg(node.args, self.rows), **kwargs)  # type: ignore[operator]
-        if node.target is aten.expand.default:
-            source = self.rows(node.args[0])  # type: ignore[arg-type]
-            sizes = list(meta.tensor(node).shape)
-            aligned = source.reshape((1,) * (rank - source.dim()) + source.shape)
-            # Only dims that stay as they are are kept; one that expands from a single entry stays single.
-            return aligned if all(a in (1, b) for a, b in zip(aligned.shape, sizes, strict=True)) else self.full(node)
-        full = self.full(node)
-        if full.dim() > 1 and full.shape[0] > 1 and bool((full == full[:1]).all()):
-            return full[:1]
-        return full
-
-    def full(self, node: Node) -> torch.Tensor:
-        """The whole value of ``node``."""
-        if node in self._full:
-            return self._full[node]
-        if meta.tensor(node).numel() > _LARGEST:
-            raise _TooLargeError
-        if node.op == "placeholder":
-            value = self._constant(node)
-            assert value is not None
-            found = value.cpu()
-        else:
-            found = node.target(*map_arg(node.args, self.full), **_on_cpu(node.kwargs))  # type: ignore[operator]
-        self._full[node] = found
-        return found
-
-
-def _refuse_large(shapes: list[torch.Size]) -> None:
-    if torch.broadcast_shapes(*shapes).numel() > _LARGEST:
-        raise _TooLargeError
+    def plane(self, node: Any) -> torch.Tensor | None:
+        """The last two dims of a value whose leading entries are all equal; None where they differ."""
+        found = self.of(node)
+        found = found.reshape((1,) * (2 - found.dim()) + found.shape) if found.dim() < 2 else found
+        entries = found.reshape(-1, *found.shape[-2:])
+        return entries[0] if bool((entries == entries[:1]).all()) else None
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: torch.device("cpu") if name == "device" and item is not None else item for name, item in kwargs.items()
-    }
+    given = {name: item for name, item in kwargs.items() if name not in ("device", "pin_memory")}
+    return {**given, "device": torch.device("cpu")} if kwargs.get("device") is not None else given

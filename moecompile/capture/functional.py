@@ -2,8 +2,8 @@
 
 Every node of the traced graph stands for a `Handle`.  A handle owns its value, or is a view of another handle.  An
 in-place operation computes a new value and writes it back along the chain of views to the owner; other views of that
-owner are made again when next used.  Parameters, buffers, constants and inputs may not be written: the graph has no such
-side effect.
+owner are made again when next used.  Parameters, buffers, constants and inputs may not be written: the graph has no
+such side effect.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def write(handle: Handle, value: Node, traced: Node, emit: Emit) -> None:
     owner = handle.owner
     if owner.frozen:
         raise CaptureError(
-            f"{meta.source(traced)}: the forward writes into {owner.frozen} ({traced.target}), and a captured step has no "
-            f"such side effect; compute a new tensor instead, or update it outside forward, after the step."
+            f"{meta.source(traced)}: the forward writes into {owner.frozen} ({traced.target}), and a captured step has "
+            f"no such side effect; compute a new tensor instead, or update it outside forward, after the step."
         )
     if handle.parent is None:
         handle.version += 1
@@ -91,8 +91,8 @@ def _written_back(view: Handle, base: Node, value: Node, traced: Node, emit: Emi
     if target is aten.slice.Tensor:
         return emit(traced, aten.slice_scatter.default, (base, value, *extra))
     raise CaptureError(
-        f"{meta.source(traced)}: the forward writes in place through a view made by {target}, which has no functional form; "
-        f"write with index assignment or torch.where instead."
+        f"{meta.source(traced)}: the forward writes in place through a view made by {target}, which has no functional "
+        f"form; write with index assignment or torch.where instead."
     )
 
 
@@ -113,7 +113,7 @@ _RESHAPES = frozenset(
 
 def part_view(traced: Node, index: int) -> tuple[Any, tuple[Any, ...]] | None:
     """The slice or select that element ``index`` of a chunk, split or unbind stands for; None for other calls."""
-    source, *rest = traced.args
+    _source, *rest = traced.args
     if traced.target is aten.unbind.int:
         return aten.select.int, (rest[0] if rest else 0, index)
     if traced.target in (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default):
@@ -144,7 +144,7 @@ def functional_form(target: OpOverload, traced: Node) -> Any:
     found = getattr(getattr(aten, name, None), target._overloadname or "default", None)
     if found is None or writes_first_argument(found):
         raise CaptureError(
-            f"{meta.source(traced)}: the in-place operation {target} has no functional form; use the form that returns a "
-            f"new tensor."
+            f"{meta.source(traced)}: the in-place operation {target} has no functional form; use the form that "
+            f"returns a new tensor."
         )
     return found

@@ -45,7 +45,8 @@ def split_experts(model: nn.Module) -> Iterator[None]:
     for name, module in modules.items():
         if getattr(module, "_is_expert_parallel", False):
             raise CaptureError(
-                f"{name}: transformers has already sharded these experts; load the model without its own expert parallelism."
+                f"{name}: transformers has sharded these experts already; load the model without its own expert "
+                f"parallelism."
             )
     configs = {id(module.config): module.config for module in modules.values()}
     saved = [(config, vars(config).get(_ATTRIBUTE), _ATTRIBUTE in vars(config)) for config in configs.values()]
@@ -59,7 +60,7 @@ def split_experts(model: nn.Module) -> Iterator[None]:
             vars(config).pop(_ATTRIBUTE, None)
             if present:
                 vars(config)[_ATTRIBUTE] = value
-        del ALL_EXPERTS_FUNCTIONS[_NAME]
+        del ALL_EXPERTS_FUNCTIONS[_NAME]  # type: ignore[no-untyped-call]
 
 
 def split_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def split_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     # Under autocast the experts' rows are narrower than the sum that the plain loop accumulates.
     out = out.to(torch.promote_types(out.dtype, hidden_states.dtype))
     mixed = ops.unpermute(out, row_map, ids.shape[0], ids.shape[1], probs)
-    return mixed.to(hidden_states.dtype).reshape(hidden_states.shape)
+    return mixed.to(hidden_states.dtype).reshape(hidden_states.shape)  # type: ignore[no-any-return]
 
 
 def _linear(self: Any, name: str, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def is_identity(node: Node, source: Node) -> bool:
     if node.target in _SAME_SHAPE:
         return all(type(a) is int and type(b) is int and a == b for a, b in zip(out.shape, given.shape, strict=True))
     if node.target in _DROPOUTS:
-        return not node.args[2] or node.args[1] == 0
+        return bool(not node.args[2] or node.args[1] == 0)
     return node.target is aten.detach.default and not given.is_floating_point() and not given.is_complex()
 
 

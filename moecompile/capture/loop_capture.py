@@ -305,8 +305,8 @@ class LoopCapture(TorchFunctionMode):
         routing = self._routing.get(args[0])
         if routing is None or not routing.counted:
             raise CaptureError(
-                f"{current_line()}: the forward reads a number out of a tensor ({func.__name__.strip('_')}), which is not "
-                f"known when the model is captured; keep it a tensor (torch.where, masks), or compute it outside the model."
+                f"{current_line()}: the forward reads a number out of a tensor ({func.__name__.strip('_')}), which is "
+                f"not known when the model is captured; keep it a tensor, or compute it outside the model."
             )
         pretend_at_least(parts, 2)
         return out
@@ -326,6 +326,6 @@ class LoopCapture(TorchFunctionMode):
             last = index == len(sizes) - 1
             length = tensor.shape[dim] - start if last else size
             if not last:
-                torch._check(start + length <= tensor.shape[dim])
+                torch._check(start + length <= tensor.shape[dim])  # type: ignore[no-untyped-call]
             yield tensor.narrow(dim, start, length)
             start = start + length

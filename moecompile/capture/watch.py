@@ -60,8 +60,8 @@ class _MutationWatch(TorchFunctionMode):
         for tensor in written:
             if isinstance(tensor, torch.Tensor) and (owner := self._owners.get(storage_key(tensor))) is not None:
                 raise CaptureError(
-                    f"{current_line()}: the forward writes into {owner} ({func.__name__}), and a captured step has no such "
-                    f"side effect; compute a new tensor instead, or update it outside forward, after the step."
+                    f"{current_line()}: the forward writes into {owner} ({func.__name__}), and a captured step has no "
+                    f"such side effect; compute a new tensor instead, or update it outside forward, after the step."
                 )
         return func(*args, **kwargs)
 
@@ -117,8 +117,8 @@ def _custom_functions_refused() -> Iterator[None]:
             )
         if not cls.__module__.startswith("torch."):
             raise CaptureError(
-                f"{current_line()}: the backward of the custom autograd.Function {cls.__name__} would be lost in capture; "
-                f"register it as an operator with torch.library.custom_op and register_autograd."
+                f"{current_line()}: the backward of the custom autograd.Function {cls.__name__} would be lost in "
+                f"capture; register it as an operator with torch.library.custom_op and register_autograd."
             )
         return plain.__get__(None, cls)(*args, **kwargs)
 
@@ -126,7 +126,7 @@ def _custom_functions_refused() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = plain
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
 def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

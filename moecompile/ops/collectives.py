@@ -45,6 +45,7 @@ def _check_reduction(op: str) -> None:
 
 
 def _all_reduce(x: Tensor, op: str, axis: str) -> Tensor:
+    """The sum, maximum or minimum of x over the group, on every rank."""
     _check_reduction(op)
     group = group_of("all_reduce", axis)
     out = x.clone(memory_format=torch.contiguous_format)
@@ -66,6 +67,7 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.op == "sum",
         f"moe::all_reduce: the gradient of '{ctx.op}' was asked for, but only 'sum' has one; detach the reduced value.",
     )
+    # Every rank's output holds every rank's input, so each input collects the gradients of all outputs.
     return all_reduce(grad, "sum", ctx.axis), None, None
 
 
@@ -85,6 +87,7 @@ def _check_dim0(where: str, x: Tensor) -> None:
 
 
 def _all_gather(x: Tensor, group_size: int, axis: str) -> Tensor:
+    """x of all ranks, one after another along dimension 0: [n, ...] -> [S*n, ...]."""
     _check_dim0("all_gather", x)
     group = group_of("all_gather", axis, group_size)
     out = x.new_empty(group_size * x.shape[0], *x.shape[1:])
@@ -126,6 +129,7 @@ def _check_divisible(x: Tensor, group_size: int) -> None:
 
 
 def _reduce_scatter(x: Tensor, group_size: int, axis: str) -> Tensor:
+    """This rank's part, along dimension 0, of the sum of x over the group: [S*n, ...] -> [n, ...]."""
     _check_divisible(x, group_size)
     group = group_of("reduce_scatter", axis, group_size)
     x = x.contiguous()

@@ -28,6 +28,7 @@ def _check_counts(tokens_per_expert: Tensor, group_size: int) -> None:
 
 
 def _exchange_counts(tokens_per_expert: Tensor, group_size: int, axis: str) -> Tensor:
+    """How many rows each source has for each of my experts.  int64 [E] -> [S, E/S], row s from rank s."""
     _check_counts(tokens_per_expert, group_size)
     group = group_of("exchange_counts", axis, group_size)
     received = torch.empty_like(tokens_per_expert, memory_format=torch.contiguous_format)
@@ -60,10 +61,14 @@ def _check_sizes_to_host(tokens_per_expert: Tensor, received: Tensor) -> None:
 
 
 def _sizes_to_host(tokens_per_expert: Tensor, received: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The sizes of an exchange on the CPU; the only op of a layer that reads device memory on the host.
+
+    tokens_per_expert [S*E], received [S, E] -> send [S] and recv [S], rows to and from each rank, and tokens [S, E].
+    """
     _check_sizes_to_host(tokens_per_expert, received)
     num_ranks = received.shape[0]
     send = tokens_per_expert.reshape(received.shape).sum(1)
-    # One copy to the host for all three.
+    # One copy to the host for all three; clones, because the outputs of an op must not share memory.
     packed = torch.cat([send, received.sum(1), received.reshape(-1)]).cpu()
     sizes, tokens = packed[: 2 * num_ranks], packed[2 * num_ranks :]
     return sizes[:num_ranks].clone(), sizes[num_ranks:].clone(), tokens.view(received.shape).clone()
@@ -151,6 +156,10 @@ def _exchange_fake(where: str, rows: Tensor, send: Tensor, recv: Tensor, num_row
 
 
 def _dispatch(rows: Tensor, send: Tensor, recv: Tensor, num_rows: int, axis: str) -> Tensor:
+    """Rows [R, ...], grouped by destination rank, to the ranks of their experts; -> [num_rows, ...], source-major.
+
+    send [S] and recv [S] are CPU tensors: rows to and from each rank.
+    """
     return _exchange("dispatch", rows, send, recv, num_rows, axis)
 
 
@@ -159,6 +168,7 @@ def _dispatch_fake(rows: Tensor, send: Tensor, recv: Tensor, num_rows: int, axis
 
 
 def _combine(rows: Tensor, send: Tensor, recv: Tensor, num_rows: int, axis: str) -> Tensor:
+    """The way back of dispatch: here send is what this rank returns to each source, recv what it gets back."""
     return _exchange("combine", rows, send, recv, num_rows, axis)
 
 

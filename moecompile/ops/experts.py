@@ -97,6 +97,7 @@ def check_grouped_linear(rows: Tensor, tokens_per_expert: Tensor, weight: Tensor
 
 
 def _grouped_linear(rows: Tensor, tokens_per_expert: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows [R, in] -> [R, out]: each row times its expert's weight [out, in], plus its expert's bias [out]."""
     check_grouped_linear(rows, tokens_per_expert, weight, bias)
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
     for expert, start, stop in segments("grouped_linear", tokens_per_expert, rows.shape[0]):
@@ -174,6 +175,7 @@ def check_same_rows(where: str, grad: Tensor, rows: Tensor) -> None:
 
 
 def _grouped_linear_wgrad(grad: Tensor, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Gradient [E, out, in] of the weight from grad [R, out] and rows [R, in]; exactly 0 for an idle expert."""
     check_grouped_linear_wgrad(grad, rows, tokens_per_expert)
     check_same_rows("grouped_linear_wgrad", grad, rows)
     out = grad.new_zeros(tokens_per_expert.shape[-1], grad.shape[1], rows.shape[1])
@@ -193,6 +195,7 @@ def _grouped_linear_wgrad_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Te
 
 
 def _grouped_linear_wgrad_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor, Tensor, None]:
+    # The op is linear in grad and in rows; the other one stands in for the rows of a linear layer.
     grad, rows, tokens_per_expert = ctx.saved_tensors
     return (
         grouped_linear(rows, tokens_per_expert, grad_weight),
@@ -213,6 +216,7 @@ grouped_linear_wgrad = define(
 
 
 def _grouped_sum(grad: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Gradient [E, out] of the bias from grad [R, out]: the sum of each expert's rows, taken at least in float32."""
     require_matrix("grouped_sum", "grad", grad)
     check_counts("grouped_sum", tokens_per_expert)
     dtype = accumulation_dtype(grad)

@@ -61,8 +61,13 @@ def _sort_by_expert(keys: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _permute(x: Tensor, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One row per choice, sorted by expert and within an expert by t*K + k.
+
+    x [T, H], topk_ids int64 [T, K] -> rows [T*K, H], tokens_per_expert int64 [E], row_map int64 [T*K].
+    """
     _check_tokens("permute", x, topk_ids)
     ids = topk_ids.reshape(-1)
+    # An id out of range is in no expert's count; elsewhere than on the CPU this check would be a host read.
     order, counts = _sort_by_expert(ids, num_experts)
     if ids.device.type == "cpu" and int(counts.sum()) != ids.shape[0]:
         raise ValueError(
@@ -82,6 +87,7 @@ def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x, topk_ids = inputs[:2]
     ctx.save_for_backward(output[2])
     ctx.num_tokens, ctx.top_k, ctx.num_inputs = x.shape[0], topk_ids.shape[1], len(inputs)
+    # Rows nobody differentiates must not become a tensor of zeros in a traced graph.
     ctx.set_materialize_grads(False)
 
 
@@ -103,6 +109,11 @@ permute = define(
 def _permute_local(
     x: Tensor, topk_ids: Tensor, first_expert: Tensor, num_local_experts: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """permute for the experts first_expert .. first_expert + num_local_experts - 1 only: the allgather form.
+
+    first_expert is a 0-d int64 tensor, so that all ranks share one graph; num_rows says how many choices fall on these
+    experts.  Rows and row_map have num_rows entries, tokens_per_expert has num_local_experts.
+    """
     _check_tokens("permute_local", x, topk_ids)
     local = topk_ids.reshape(-1) - first_expert
     elsewhere = (local < 0) | (local >= num_local_experts)
@@ -150,6 +161,7 @@ def _check_row_map(where: str, row_map: Tensor) -> None:
 
 
 def _gather_rows(x: Tensor, row_map: Tensor, top_k: int) -> Tensor:
+    """x[row_map // top_k], and 0 for padding rows: the adjoint of unpermute without probs.  [T, H] -> [R, H]."""
     require_matrix("gather_rows", "x", x)
     _check_row_map("gather_rows", row_map)
     if x.shape[0] == 0:
@@ -216,6 +228,10 @@ def check_rows(where: str, rows: Tensor, row_map: Tensor, num_choices: int) -> N
 
 
 def _unpermute(rows: Tensor, row_map: Tensor, num_tokens: int, top_k: int, probs: Tensor | None = None) -> Tensor:
+    """y[t] = sum over k of probs[t, k] * (the row of choice t*K + k), a missing row counting 0.  [R, H] -> [T, H].
+
+    Sums are taken in k order and at least in float32; the result has the dtype of rows.
+    """
     check_unpermute("unpermute", rows, row_map, num_tokens, top_k, probs)
     check_rows("unpermute", rows, row_map, num_tokens * top_k)
     dtype = accumulation_dtype(rows, probs)
@@ -240,6 +256,7 @@ def _unpermute_fake(rows: Tensor, row_map: Tensor, num_tokens: int, top_k: int, 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, row_map, _, ctx.top_k, probs = inputs
     ctx.weighted = probs is not None
+    # Without probs nothing of the experts' output is kept for the backward.
     ctx.save_for_backward(*((row_map, rows, probs) if ctx.weighted else (row_map,)))
 
 
@@ -267,6 +284,7 @@ def check_unpermute_backward(grad: Tensor, rows: Tensor, row_map: Tensor, probs:
 
 
 def _unpermute_grads(grad: Tensor, rows: Tensor, row_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """grad [T, H] -> grad_rows like rows, grad_probs like probs; 0 for padding rows and for choices without a row."""
     check_unpermute_backward(grad, rows, row_map, probs)
     check_rows("unpermute_backward", rows, row_map, probs.numel())
     num_choices = probs.numel()
@@ -294,6 +312,7 @@ def _unpermute_grads_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[T
 
 
 def _unpermute_grads_backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+    # unpermute_backward is linear in each of grad, rows and probs, and so is every term here.
     grad, rows, row_map, probs = ctx.saved_tensors
     size = grad.shape[0], probs.shape[1]
     grad_grad = unpermute(a, row_map, *size, probs) + unpermute(rows, row_map, *size, b)

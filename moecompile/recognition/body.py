@@ -108,6 +108,16 @@ class Body:
     def batched(self) -> bool:
         return "E" in self.exit_axes
 
+    def is_linear(self) -> bool:
+        """Whether ``f(c * x) == c * f(x)`` for the whole body."""
+        degrees: dict[Any, int] = {-1: 1}
+        try:
+            for index, step in enumerate(self.steps):
+                degrees[index] = degree_of(step, lambda ref: degrees[ref.index]) if step.on_rows else 0
+        except NotRowwise:
+            return False
+        return isinstance(self.result, Value) and degrees[self.result.index] == 1
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -204,42 +214,14 @@ class _Tracer:
 
     def _step(self, node: Node, target: Any, *args: Any, **kwargs: Any) -> Value:
         step = Step(target, args, dict(kwargs), node, True)
-        step.degree = self._degree_of(step)
+        step.degree = degree_of(step, self.degree)
         self.steps.append(step)
         return Value(len(self.steps) - 1)
 
     # Routing weights inside the expert ---------------------------------------------------------------------------
 
     def degree(self, ref: Any) -> int:
-        return self.steps[ref.index].degree if isinstance(ref, Value) and ref.index >= 0 else self._entry_degree(ref)
-
-    def _entry_degree(self, ref: Any) -> int:
-        return 0
-
-    def _degree_of(self, step: Step) -> int:
-        """1 where the routing weight is a factor; an operator that is not linear in it cannot let it pass."""
-        degrees = [self.degree(ref) for ref in step.refers() if isinstance(ref, Value)]
-        if not any(degrees):
-            return 0
-        target = step.target
-        if target is aten.mul.Tensor and sum(degrees) == 1:
-            return 1
-        if (
-            target in (aten.div.Tensor, aten.true_divide.Tensor)
-            and self.degree(step.args[0]) == 1
-            and sum(degrees) == 1
-        ):
-            return 1
-        if target in (aten.add.Tensor, aten.sub.Tensor, aten.cat.default) and all(degrees):
-            if target is aten.cat.default or all(isinstance(arg, Value) for arg in step.args[:2]):
-                return 1
-        if target is PRODUCT and step.args[2] is None:
-            return 1
-        if target in _LINEAR_STEPS:
-            return 1
-        raise NotRowwise(
-            step.node, f"({_name(target)}) applies a nonlinear function to rows already scaled by the routing weight."
-        )
+        return self.steps[ref.index].degree if ref.index >= 0 else 0
 
     # Operators ---------------------------------------------------------------------------------------------------
 
@@ -556,6 +538,25 @@ class _Tracer:
         return Value(len(self.steps) - 1)
 
 
+def degree_of(step: Step, degree: Callable[[Value], int]) -> int:
+    """How often a factor of the operands is one of the result; an operator that is not linear in it cannot let it pass."""
+    degrees = [degree(ref) for ref in step.refers() if isinstance(ref, Value)]
+    if not any(degrees):
+        return 0
+    target, args = step.target, step.args
+    if target is aten.mul.Tensor and sum(degrees) == 1:
+        return 1
+    if target in (aten.div.Tensor, aten.true_divide.Tensor) and sum(degrees) == 1 and isinstance(args[0], Value) and degree(args[0]):
+        return 1
+    if target in (aten.add.Tensor, aten.sub.Tensor) and all(degrees) and all(isinstance(arg, Value) for arg in args[:2]):
+        return 1
+    if target is aten.cat.default and all(degrees):
+        return 1
+    if target in _LINEAR_STEPS or (target is PRODUCT and args[2] is None):
+        return 1
+    raise NotRowwise(step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight.")
+
+
 _LINEAR_STEPS = frozenset(
     {
         aten.clone.default,
@@ -576,10 +577,6 @@ _LINEAR_STEPS = frozenset(
         *rowwise.SLICES,
     }
 )
-
-
-def _name(target: Any) -> str:
-    return str(target)
 
 
 def _sizes(node: Node) -> list[str]:

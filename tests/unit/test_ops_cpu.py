@@ -232,5 +232,7 @@ def test_a_gradient_is_refused_and_never_silently_missing() -> None:
         lambda: cpu.rms_norm(x, weight, 1e-6)[0],
         lambda: cpu.grouped_linear(x, torch.tensor([3]), weight[None, None]),
     ):
-        with pytest.raises(RuntimeError, match="automatic differentiation"):
-            call().sum().backward()
+        with pytest.raises(RuntimeError, match="use the moe:: or ATen op it replaces"):
+            call()
+        with torch.no_grad():
+            assert call().isfinite().all()

@@ -1,0 +1,93 @@
+"""The return value of a traced call: its tensors, the rest of its structure, and which tensor is the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from moecompile.errors import CaptureError
+from moecompile.program import Output, OutputKind
+
+
+@dataclass
+class Results:
+    """Filled while tracing; a plain object, because export undoes what a module's forward assigns to itself."""
+
+    out_spec: TreeSpec | None = None
+    template: tuple[Any, ...] = ()
+    outputs: list[Output] = field(default_factory=list)
+
+    @property
+    def loss_index(self) -> int | None:
+        """Place of the loss in ``outputs``."""
+        kinds = [item.kind for item in self.outputs]
+        return kinds.index(OutputKind.LOSS) if OutputKind.LOSS in kinds else None
+
+    def collect(self, output: Any, loss: Any, has_loss_fn: bool, model: str) -> tuple[torch.Tensor, ...]:
+        """The tensors of ``output``, after ``loss`` where a loss function made it; the rest is noted here."""
+        leaves, self.out_spec = tree_flatten(output)
+        _check_leaves(leaves, model)
+        self.template = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self.outputs = [Output(OutputKind.LOSS, name="loss")] if has_loss_fn else []
+        tensors = [_checked_loss(loss)] if has_loss_fn else []
+        found = None if has_loss_fn else find_loss(output)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                is_loss = leaf is found and self.loss_index is None
+                self.outputs.append(Output(OutputKind.LOSS if is_loss else OutputKind.USER, leaf=index))
+                tensors.append(leaf)
+        return tuple(tensors)
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """``output.loss``, ``output["loss"]``, a bare 0-d floating tensor, or a 0-d floating first element; else None."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    return found if _is_scalar(found) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _checked_loss(loss: Any) -> torch.Tensor:
+    if not _is_scalar(loss):
+        found = f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            found = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
+        raise CaptureError(
+            f"loss_fn returned {found}, but a 0-d floating tensor is needed; reduce it with sum() or mean()."
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def _check_leaves(leaves: list[Any], model: str) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(f"{model}.forward returns a number read out of a tensor; return the tensor itself.")
+        if not isinstance(leaf, torch.Tensor) and any(isinstance(item, torch.Tensor) for item in _members(leaf)):
+            raise CaptureError(
+                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists, "
+                f"dicts or dataclasses (where it is a cache: pass use_cache=False)."
+            )
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise CaptureError(f"{model}.forward returns no tensor; return the loss or the output.")
+
+
+def _members(value: Any) -> Iterator[Any]:
+    """The values in an object's attributes, and in its lists one level down."""
+    for item in vars(value).values() if hasattr(value, "__dict__") else ():
+        yield item
+        if isinstance(item, (list, tuple)):
+            for part in item:
+                yield part
+                yield from vars(part).values() if hasattr(part, "__dict__") else ()

@@ -1,0 +1,203 @@
+"""One compiled call: a program bound to this rank, what its inputs are and what becomes of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from . import graph as graphs
+from .compat import tree_unflatten
+from .errors import CaptureError
+from .mesh import Mesh
+from .passes.normalize_loss import NUM_VALID
+from .passes.record_metrics import TOKENS_PER_EXPERT
+from .passes.sync_grads import reduce_axis
+from .placement.types import Partial, Shard
+from .program import Input, InputKind, Level, Output, OutputKind, Program
+from .reduction import reduce_flat
+from .runtime.executor import Executor
+from .runtime.process_groups import ProcessGroups
+from .step import Gradients, StepResult, attach, share
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where the gradient of one Parameter comes from: an output, and for a stacked expert its place in there.
+
+    ``place`` is None for a whole output, -1 for an expert of another rank. ``axis`` is what the gradient is reduced over.
+    """
+
+    param: nn.Parameter
+    output: int
+    place: int | None
+    axis: str
+
+
+class CompiledCall:
+    """Runs one program for this rank: ``call(leaves)`` takes the flattened arguments and returns the model's return value.
+
+    ``synced`` says whether the program reduces its own gradients; where not, ``reduce`` is applied when they are handed out.
+    """
+
+    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
+        self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
+        self.mesh: Mesh = program.mesh
+        self.executor = Executor(program, groups)
+        self.parts = program.plan.microbatches if self._has_loss() else 1
+        self.metrics: dict[tuple[str, str], Tensor] = {}
+        self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
+        self.trained = self._find_trained()
+        self._counter = self._count_program()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+    def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
+        runs = [self._run(part, scales) for part, scales in self._microbatches(leaves)]
+        outputs = runs[0] if len(runs) == 1 else [self._join(item, found) for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)]
+        self._keep_metrics(outputs)
+        return self._rebuild(outputs, before_hand_out)
+
+    def _run(self, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Sequence[Any]:
+        if not self.differentiable:
+            return self.executor([self._value(item, leaves, scales) for item in self.program.inputs])
+        shared = self._shared_weights()
+        return self.executor(
+            [shared[item.name] if item.name in shared else self._value(item, leaves, scales) for item in self.program.inputs]
+        )
+
+    def _shared_weights(self) -> dict[str, Tensor]:
+        """Trained weights with autograd behind them, for a program whose backward the engine runs."""
+        trained = [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
+        axes = [reduce_axis(item, self.mesh) for item in trained]
+
+        def reduce(grads: Sequence[Tensor | None]) -> None:
+            if self.synced:
+                reduce_flat([(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups)
+
+        found = share(reduce, [self.weights.attached(item) for item in trained])
+        return {item.name: weight for item, weight in zip(trained, found, strict=True)}
+
+    def _value(self, item: Input, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Any:
+        if item.kind in (InputKind.PARAM, InputKind.BUFFER):
+            return self.weights.value(item)
+        if item.kind is InputKind.CONSTANT:
+            return self.program.constants[item.name]
+        if item.kind is InputKind.BATCH:
+            return leaves[item.leaf] if self.differentiable else leaves[item.leaf].detach()
+        if item.kind is InputKind.OFFSET:
+            return torch.tensor(self.mesh.axis_index(item.axis, self.groups.rank) * item.stride)
+        if item.kind is InputKind.SCALE:
+            return scales[item.name]
+        raise CaptureError(f"the program asks for a {item.kind.value} input '{item.name}', which a call does not supply.")
+
+    # -- microbatches ------------------------------------------------------------------------------------------------
+    def _microbatches(self, leaves: Sequence[Any]) -> list[tuple[Sequence[Any], dict[str, Tensor]]]:
+        """The call cut into parts, and the step's valid tokens for each place that divides by them."""
+        if self.parts == 1:
+            return [(leaves, {})]
+        dims = {item.leaf: placed.dim for item in self.program.inputs if item.kind is InputKind.BATCH for axis, placed in item.placements if axis == "dp" and isinstance(placed, Shard)}
+        cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in dims.items()}
+        parts = [[cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)]
+        scales = self._valid_tokens(parts)
+        return [(part, scales) for part in parts]
+
+    def _count_program(self) -> tuple[Executor, list[Output]] | None:
+        """The part of the program that counts valid tokens, as a program of its own."""
+        program = self.program
+        wanted = [(found, item) for found, item in zip(program.output_nodes(), program.outputs, strict=True) if item.what == NUM_VALID]
+        if not wanted:
+            return None
+        module = GraphModule(program.graph_module, graphs.extract(program.graph, [found for found, _ in wanted if isinstance(found, Node)]))
+        counting = replace(program, graph_module=module, outputs=[item for _, item in wanted], level=Level.MODEL)
+        return Executor(counting, self.groups), [item for _, item in wanted]
+
+    def _valid_tokens(self, parts: list[list[Any]]) -> dict[str, Tensor]:
+        if self._counter is None:
+            return {}
+        executor, outputs = self._counter
+        scales = {item.name: torch.ones(()) for item in self.program.inputs if item.kind is InputKind.SCALE}
+        with torch.no_grad():
+            counted = [executor([self._value(item, part, scales) for item in self.program.inputs]) for part in parts]
+        found = {}
+        dtypes = {item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE}
+        for item, counts in zip(outputs, zip(*counted, strict=True), strict=True):
+            total = torch.stack(list(counts)).sum().to(torch.float64)
+            if isinstance(dict(item.placements).get("dp"), Partial) and self.groups.size("dp") > 1:
+                dist.all_reduce(total, group=self.groups.group("dp"))
+            found[item.name] = (total / self.parts).to(dtypes[item.name])
+        return found
+
+    def _join(self, item: Output, found: Sequence[Any]) -> Any:
+        """One output from those of the microbatches: sums for losses, gradients and counts, the batch put together else."""
+        if item.kind is not OutputKind.USER:
+            return torch.stack(list(found)).sum(0)
+        placed = dict(item.placements).get("dp")
+        if isinstance(placed, Shard):
+            return torch.cat(list(found), placed.dim)
+        return torch.stack(list(found)).mean(0) if found[0].is_floating_point() else found[-1]
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+    def _has_loss(self) -> bool:
+        return any(item.kind is OutputKind.LOSS for item in self.program.outputs)
+
+    def _find_trained(self) -> list[Trained]:
+        by_name = {item.name: item for item in self.program.inputs}
+        found = []
+        for at, output in enumerate(self.program.outputs):
+            if output.kind is OutputKind.GRAD:
+                item = by_name[output.name]
+                for param, place in self.weights.parameters_of(item):
+                    where = (-1 if place is None else place) if item.stacked else None
+                    found.append(Trained(param, at, where, reduce_axis(item, self.mesh)))
+        return found
+
+    def _keep_metrics(self, outputs: Sequence[Any]) -> None:
+        for item, found in zip(self.program.outputs, outputs, strict=True):
+            if item.kind is OutputKind.METRIC and item.what == TOKENS_PER_EXPERT:
+                self.metrics[item.name, item.what] = found
+
+    def _rebuild(self, outputs: Sequence[Any], before_hand_out: Callable[[], None] | None) -> Any:
+        program = self.program
+        values: dict[int, Tensor] = {}
+        for item, value in zip(program.outputs, outputs, strict=True):
+            if item.kind is OutputKind.LOSS and program.level is Level.STEP:
+                values[item.leaf] = self._attach(outputs, value, before_hand_out)
+            elif item.kind in (OutputKind.LOSS, OutputKind.USER):
+                values[item.leaf] = value
+        if -1 in values:
+            return values[-1]
+        if program.out_spec is None:
+            raise CaptureError("the program does not know the return structure of the model; compile it from a model.")
+        return tree_unflatten([values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec)
+
+    def _attach(self, outputs: Sequence[Any], loss: Tensor, before_hand_out: Callable[[], None] | None) -> Tensor:
+        """Put the gradients of a finished step behind its loss."""
+        gradients: Gradients = []
+        parts: dict[int, tuple[Tensor, ...]] = {}
+        for item in self.trained:
+            grad = outputs[item.output]
+            if item.place is None:
+                gradients.append(grad)
+            elif item.place < 0:
+                gradients.append(grad.new_empty(0))
+            else:
+                parts.setdefault(item.output, grad.unbind(0))
+                gradients.append(parts[item.output][item.place])
+
+        def finish(found: Gradients) -> Gradients:
+            if before_hand_out is not None:
+                before_hand_out()
+            return found
+
+        return attach(StepResult(gradients, finish), loss, [item.param for item in self.trained])
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what earlier backward calls left in ``.grad`` as this rank's share."""
+        held = [(item.axis, item.param.grad) for item in self.trained if item.param.grad is not None]
+        reduce_flat(held, self.groups)

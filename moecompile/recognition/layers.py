@@ -1,0 +1,293 @@
+"""Find every MoE layer of a program and what it means: `find_layers`.
+
+A structural match proposes (`regions`, `body`), probes dispose (`match`).  A routing decision that feeds expert weights
+and is not matched is refused, naming the line and the accepted forms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moecompile import graph as ir
+from moecompile import meta, ops
+from moecompile.errors import CaptureError
+from moecompile.program import Input, InputKind
+from moecompile.recognition.body import Body, NotRowwise, Setting, Source, trace_body
+from moecompile.recognition.choices import Choice, dependents, find_choices, static_nodes
+from moecompile.recognition.match import Match, Matcher, Mismatch
+from moecompile.recognition.probe import Unknown, expert_count
+from moecompile.recognition.regions import Component, Proposal, Region
+
+ACCEPTED = (
+    "accepted forms: a loop over experts that gathers an expert's tokens (torch.where, masks, nonzero, sorted and split) and "
+    "adds weight * expert(tokens) back, every expert on all tokens times a masked weight, and stacked weights [E, ...] with "
+    "bmm, einsum or w[e]"
+)
+_KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
+
+
+@dataclass
+class Layer:
+    """One recognised MoE layer.
+
+    ``body`` is the body of the first expert, ``weights`` line up with its leaves: for each, the E sources in expert order
+    (one source where the weight is stacked or all experts share it).
+    """
+
+    choice: Choice
+    match: Match
+    body: Body
+    weights: list[list[Source]]
+    num_experts: int
+    how: str
+
+    @property
+    def top_k(self) -> int:
+        return self.choice.top_k
+
+
+def find_layers(graph: Graph, inputs: Mapping[Node, Input], constants: Mapping[str, torch.Tensor]) -> list[Layer]:
+    """All layers that are not yet in ``moe::`` ops, in graph order. CaptureError for one that is refused."""
+    static = static_nodes(graph, {node for node, item in inputs.items() if item.kind in _KINDS})
+    layers = []
+    for choice in find_choices(graph):
+        if _is_canonical(choice):
+            continue
+        region = Region(graph, choice, static)
+        proposal = region.propose()
+        if proposal.trouble:
+            raise _refusal(choice, proposal.trouble)
+        layer = _Reader(region, proposal, inputs, constants).layer()
+        if layer is not None:
+            layers.append(layer)
+    return layers
+
+
+def _is_canonical(choice: Choice) -> bool:
+    """Whether the decision already feeds a ``moe::permute``."""
+    reached, todo = {choice.ids}, [choice.ids]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is ops.permute and user.args[1] in reached:
+                return True
+            if user not in reached and meta.is_tensor(user) and not meta.tensor(user).is_floating_point():
+                reached.add(user)
+                todo.append(user)
+    return False
+
+
+def _refusal(choice: Choice, why: str) -> CaptureError:
+    return CaptureError(f"recognize-moe: {meta.where(choice.node)} routes tokens to experts, but {why}; {ACCEPTED}.")
+
+
+class _Reader:
+    """From a proposal to a layer."""
+
+    def __init__(self, region: Region, proposal: Proposal, inputs: Mapping[Node, Input], constants: Mapping[str, torch.Tensor]) -> None:
+        self.region = region
+        self.choice = region.choice
+        self.proposal = proposal
+        self.inputs = inputs
+        self.constants = constants
+        self.shared = self._shared_weights()
+
+    def layer(self) -> Layer | None:
+        """The layer; None when the decision has nothing to do with experts."""
+        components = self.proposal.components
+        if not components:
+            if self._has_expert_weights():
+                raise _refusal(self.choice, "no expert computation that it selects was found behind it")
+            return None
+        groups = self._groups(components)
+        reasons = []
+        for bodies, why in groups:
+            if why:
+                reasons.append(why)
+                continue
+            try:
+                return self._matched(bodies)
+            except (Mismatch, Unknown) as error:
+                reasons.append(str(error))
+        if self.proposal.dense and not self._has_expert_weights():
+            return None
+        raise _refusal(self.choice, reasons[0] if reasons else "its experts could not be read")
+
+    # Bodies ------------------------------------------------------------------------------------------------------
+
+    def _groups(self, components: list[Component]) -> list[tuple[list[Body], str]]:
+        """Sets of bodies that may be the experts of the decision, or the reason why not."""
+        if len(components) == 1 or any(self._expert_axes(item) for item in components) and len(components) < self.choice.num_options:
+            return [self._batched(item) for item in components]
+        kept: list[Body] = []
+        for item in components:
+            try:
+                kept.append(self._trace(item, "R" * (meta.tensor(item.exit).dim() - 1) + "F"))
+            except NotRowwise as error:
+                if not self.proposal.dense:
+                    return [([], str(error))]
+        if self.proposal.dense:
+            return [self._checked(kind) for kind in _alike(kept)]
+        return [self._checked(kept)]
+
+    def _trace(self, component: Component, axes: str) -> Body:
+        stops = frozenset() if component.entry is None else frozenset({component.entry})
+        setting = Setting(
+            self.region.static, self.shared, stops, self.choice.num_options, self.region.is_coefficient, self._constant
+        )
+        return trace_body(component.exit, axes, setting)
+
+    def _batched(self, component: Component) -> tuple[list[Body], str]:
+        """One batched body: the axis that counts experts is found by trying."""
+        why = f"{meta.where(component.exit)} has no axis of {self.choice.num_options} experts"
+        for axes in self._expert_axes(component):
+            try:
+                body = self._trace(component, axes)
+            except NotRowwise as error:
+                why = str(error)
+                continue
+            if any(source.kind == "stacked" for source in body.leaves):
+                return [body], ""
+        return [], why
+
+    def _expert_axes(self, component: Component) -> list[str]:
+        shape = meta.tensor(component.exit).shape
+        names = []
+        for dim in range(len(shape) - 1):
+            if str(shape[dim]) == str(self.choice.num_options):
+                names.append("R" * dim + "E" + "R" * (len(shape) - dim - 2) + "F")
+        return names
+
+    def _checked(self, bodies: list[Body]) -> tuple[list[Body], str]:
+        """All experts must compute the same thing, with weights of the same shapes."""
+        first = bodies[0]
+        for body in bodies[1:]:
+            difference = _difference(first, body)
+            if difference:
+                name = self._expert_name(body) or meta.where(body.exit)
+                return [], f"{name} differs from {self._expert_name(first) or 'the first expert'}: {difference}, and all experts must be alike"
+        return bodies, ""
+
+    def _constant(self, node: Node) -> torch.Tensor | None:
+        """The value of a small constant that indexes a weight."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return self.constants.get(node.name)
+
+    def _shared_weights(self) -> frozenset[Node]:
+        """Weight-side values that the bodies of all components read."""
+        counts: dict[Node, int] = {}
+        components = self.proposal.components
+        for component in components:
+            read = {item for node in component.nodes for item in node.all_input_nodes if item in self.region.static}
+            for node in read | {source for item in read for source in ir.ancestors(item)}:
+                counts[node] = counts.get(node, 0) + 1
+        return frozenset(node for node, count in counts.items() if count > 1 and count == len(components))
+
+    # Experts -----------------------------------------------------------------------------------------------------
+
+    def _matched(self, bodies: list[Body]) -> Layer:
+        experts = [0] if bodies[0].batched else self._numbered(bodies)
+        num_experts = expert_count(bodies[0]) if bodies[0].batched else len(set(experts))
+        if num_experts != self.choice.num_options:
+            raise Mismatch(f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found")
+        match = Matcher(self.region, bodies, experts, self.constants).match()
+        return Layer(self.choice, match, bodies[0], self._weights(bodies, match.order), num_experts, self._how(bodies[0]))
+
+    def _numbered(self, bodies: list[Body]) -> list[int]:
+        """A number for each distinct set of weights: the index into shared storage, else the order in the graph."""
+        known: dict[Any, int] = {}
+        numbers = []
+        for body in bodies:
+            slots = {source.index for source in body.leaves if source.kind in ("slice", "block")}
+            if len(slots) > 1:
+                raise Mismatch(f"{meta.where(body.exit)} reads the weights of several experts ({sorted(slots)})")
+            key = tuple((source.kind, source.node, source.index) for source in body.leaves)
+            known.setdefault(key, next(iter(slots)) if slots else len(known))
+            numbers.append(known[key])
+        return numbers
+
+    def _weights(self, bodies: list[Body], order: list[int]) -> list[list[Source]]:
+        """For each leaf of the first body: the sources of all experts, in expert order."""
+        if bodies[0].batched:
+            return [[source] for source in bodies[0].leaves]
+        by_expert = {expert: body for expert, body in zip(order, bodies, strict=True)}
+        rows = [[by_expert[expert].leaves[slot] for expert in sorted(by_expert)] for slot in range(len(bodies[0].leaves))]
+        return [row[:1] if len({source.node for source in row}) == 1 else row for row in rows]
+
+    def _expert_name(self, body: Body) -> str:
+        """The module of an expert, from its parameters' names."""
+        names = [self.inputs[source.node].fqns[0] for source in body.leaves if source.node in self.inputs and self.inputs[source.node].fqns]
+        common = names[0].split(".")[:-1] if names else []
+        for name in names[1:]:
+            parts = name.split(".")
+            while common and parts[: len(common)] != common:
+                common.pop()
+        return ".".join(common)
+
+    def _how(self, body: Body) -> str:
+        if body.batched:
+            return "stacked weights, every expert on all tokens" if self.proposal.dense else "stacked weights, one-hot dispatch"
+        if self.proposal.dense:
+            return "loop over experts, masked weights"
+        if body.entry.target in (torch.ops.aten.narrow.default, torch.ops.aten.slice.Tensor):
+            return "tokens sorted by expert and split"
+        return "loop over experts, gathered tokens"
+
+    def _has_expert_weights(self) -> bool:
+        """Parameters beside the router that come in as many copies as it has options."""
+        reached = dependents([self.choice.node])
+        scope = meta.module_path(self.choice.node).rpartition(".")[0]
+        numbered: dict[str, set[int]] = {}
+        for node, item in self.inputs.items():
+            if item.kind is not InputKind.PARAM or not any(name.startswith(scope) for name in item.fqns):
+                continue
+            if not any(user in reached or dependents([user]) & reached for user in node.users):
+                continue
+            if len(item.shape) >= 3 and item.shape[0] == self.choice.num_options:
+                return True
+            found = re.match(r"^(.*?\.)?(\d+)(\..*)?$", item.fqns[0][len(scope) :].lstrip("."))
+            if found:
+                numbered.setdefault(f"{found.group(1)}*{found.group(3)}", set()).add(int(found.group(2)))
+        return any(numbers >= set(range(self.choice.num_options)) for numbers in numbered.values())
+
+
+def _alike(bodies: list[Body]) -> list[list[Body]]:
+    """Bodies grouped by what they compute; larger groups first."""
+    groups: list[list[Body]] = []
+    for body in bodies:
+        for group in groups:
+            if group[0].entry is body.entry and not _difference(group[0], body):
+                group.append(body)
+                break
+        else:
+            groups.append([body])
+    return sorted((group for group in groups if len(group) > 1), key=len, reverse=True)
+
+
+def _difference(one: Body, other: Body) -> str:
+    """What distinguishes two bodies, '' for nothing."""
+    for left, right in zip(one.steps, other.steps, strict=False):
+        if (left.target, left.args, left.kwargs) != (right.target, right.args, right.kwargs):
+            return f"{_call(right)} stands where the other has {_call(left)}"
+    if len(one.steps) != len(other.steps) or one.result != other.result:
+        return f"it has {len(other.steps)} operations where the other has {len(one.steps)}"
+    for mine, theirs in zip(one.leaves, other.leaves, strict=True):
+        if mine.kind != theirs.kind:
+            return f"{theirs.node.name} is stored otherwise than {mine.node.name}"
+        a, b = meta.tensor(mine.node), meta.tensor(theirs.node)
+        if mine.shape != theirs.shape or a.dtype != b.dtype:
+            return f"{theirs.node.name} is {b.dtype}{list(theirs.shape)} where {mine.node.name} is {a.dtype}{list(mine.shape)}"
+    return ""
+
+
+def _call(step: Any) -> str:
+    constants = [str(item) for item in step.args if isinstance(item, (int, float, bool))]
+    name = "linear" if step.target == "product" else str(step.target)
+    bias = " without bias" if step.target == "product" and step.args[2] is None else ""
+    return name + bias + (f" with {', '.join(constants)}" if constants else "")

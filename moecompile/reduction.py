@@ -1,0 +1,24 @@
+"""Reductions the runtime makes outside a graph: gradients that were accumulated before they were reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .runtime.process_groups import ProcessGroups
+
+
+def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) -> None:
+    """Sum each tensor in place over its axis; one flat exchange per axis and dtype, in the order given."""
+    buckets: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for axis, tensor in tensors:
+        if groups.size(axis) > 1 and tensor.numel():
+            buckets.setdefault((axis, tensor.dtype), []).append(tensor.as_subclass(Tensor))
+    for (axis, _), members in buckets.items():
+        flat = torch.cat([item.reshape(-1) for item in members])
+        dist.all_reduce(flat, group=groups.group(axis))
+        parts = flat.split([item.numel() for item in members])
+        torch._foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])

@@ -1,0 +1,164 @@
+"""Gloo ranks that stay alive between tests, and the training loop they run: the ground truth of the parity tests.
+
+Everything a rank runs is at module level here, because it is sent by name. Parts come back as this rank holds them;
+`gathered` puts them together without the product's help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moecompile as mc
+from moecompile.mesh import Mesh
+from moecompile.plan import Plan
+from moecompile.runtime.launcher import RankPool
+from tests.support.models import Config, build
+from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, global_norm, slice_for
+
+# A step of these models takes milliseconds and a capture seconds: whoever needs longer hangs.
+WATCHDOG_S = 90.0
+
+
+class Ranks:
+    """One pool per world size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = WATCHDOG_S) -> list[Any]:
+        """``fn(rank, *args)`` on every rank, results in rank order; all ranks are killed after ``timeout`` seconds."""
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size, timeout=timeout, env={"OMP_NUM_THREADS": "1"})
+        return self._pools[world_size].run(fn, *args, timeout=timeout)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run. ``clip``: max norm for the toolkit's helper or, with ``stock``, for torch's own.
+
+    ``early``: the optimizer is made before the first call. ``forbid``: after the first step every forward of the user's
+    modules raises.
+    """
+
+    config: Config
+    plan: Plan
+    optimizer: str = "adamw"
+    clip: float | None = None
+    stock: bool = False
+    early: bool = True
+    forbid: bool = False
+
+
+@dataclass
+class Part:
+    """What one rank saw: its own slices, cuts and copies."""
+
+    steps: list[Step] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    after_clip: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def train(rank: int, job: Job, batches: list[Batch]) -> Part:
+    """Train on this rank's slices, one step a batch."""
+    part = Part()
+    with parallel(build(job.config), job.plan) as model:
+        stepper = OPTIMIZERS[job.optimizer](model.parameters()) if job.early else None
+        for at, batch in enumerate(batches):
+            out = model(**slice_for(batch, job.plan, rank))
+            stepper = stepper or OPTIMIZERS[job.optimizer](model.parameters())
+            out["loss"].backward()
+            grads = held_grads(model)
+            norm = _clip(model, job)
+            part.after_clip.append(held_grads(model))
+            outputs = {name: value.detach() for name, value in out.items() if name != "loss"}
+            part.steps.append(Step(out["loss"].detach(), outputs, grads, norm))
+            stepper.step()
+            stepper.zero_grad()
+            if at == 0 and job.forbid:
+                forbid_forward(model.plain)
+        part.weights = held_weights(model)
+    return part
+
+
+def _clip(model: Any, job: Job) -> Tensor:
+    limit = float("inf") if job.clip is None else job.clip
+    if job.stock:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach().as_subclass(Tensor)
+    return mc.clip_grad_norm_(model, limit).detach().as_subclass(Tensor)
+
+
+@contextlib.contextmanager
+def parallel(model: nn.Module, plan: Plan, **options: Any) -> Iterator[Any]:
+    """`parallelize`, with its process groups taken down at the end: the ranks live on."""
+    made = mc.parallelize(model, plan, **options)
+    yield made
+    made._state.groups.close()
+
+
+def held_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def held_grads(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients as this rank holds them, empty where the parameter is another rank's."""
+    return {
+        name: param.grad.detach().as_subclass(Tensor).clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def forbid_forward(model: nn.Module) -> None:
+    """From now on, running the user's module code is an error."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the plain model's forward ran after capture")
+
+    for module in model.modules():
+        module.forward = refuse  # type: ignore[method-assign]
+
+
+def gathered(parts: list[Part], reference: Run, plan: Plan) -> Run:
+    """One run from the ranks' parts. Shapes come from the reference; copies have to be bitwise equal after every step."""
+    mesh, run = Mesh(plan), Run()
+    for at, expected in enumerate(reference.steps):
+        steps = [part.steps[at] for part in parts]
+        grads = _whole([step.grads for step in steps], expected.grads, mesh, f"gradient of step {at}, ")
+        outputs = {
+            name: assemble_output(name, [step.outputs[name] for step in steps], value.shape, mesh)
+            for name, value in expected.outputs.items()
+        }
+        loss = assemble_output("loss", [step.loss for step in steps], expected.loss.shape, mesh)
+        norm = assemble_output("norm", [step.norm for step in steps], expected.norm.shape, mesh)
+        run.steps.append(Step(loss, outputs, grads, norm))
+    run.weights = _whole([part.weights for part in parts], reference.weights, mesh, "weight ")
+    return run
+
+
+def _whole(held: list[dict[str, Tensor]], like: dict[str, Tensor], mesh: Mesh, what: str) -> dict[str, Tensor]:
+    names = {frozenset(item) for item in held} | {frozenset(like)}
+    assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
+    return {name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh) for name in like}
+
+
+def clipped(part_grads: dict[str, Tensor], norm: Tensor, limit: float) -> dict[str, Tensor]:
+    """What clipping makes of gradients."""
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return {name: grad * scale for name, grad in part_grads.items()}
+
+
+__all__ = [
+    "WATCHDOG_S", "Job", "Part", "Ranks", "clipped", "forbid_forward", "gathered", "global_norm", "held_grads",
+    "held_weights", "parallel", "train",
+]  # fmt: skip
