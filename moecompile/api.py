@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from . import grads
 from .compilation import Request, compile_call
-from .errors import PlanError
+from .errors import CaptureError, PlanError
 from .parallel_model import ParallelModel
+from .passes.record_metrics import TOKENS_PER_EXPERT
 from .plan import Plan
 from .program import Program
 from .runtime import process_groups
 from .runtime.executor import tune_allocator
+from .state import full_gradients, full_state
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 
@@ -42,7 +45,7 @@ def parallelize(
     tune_allocator()
     parallel = ParallelModel(model, plan, loss_fn)
     if example is not None:
-        args, kwargs = _call(example)
+        args, kwargs = split_call(example)
         parallel.prepare(args, kwargs)
     return parallel
 
@@ -68,11 +71,12 @@ def trace(
         raise PlanError(
             f"rank={rank} is outside the plan's {plan.world_size} ranks; choose 0 to {plan.world_size - 1}."
         )
-    args, kwargs = _call(example)
+    args, kwargs = split_call(example)
     return compile_call(model, Request(args, kwargs, plan, loss_fn), record_text=True)
 
 
-def _call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an example."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
@@ -105,3 +109,69 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     for _, grad in held:
         grad.mul_(scale.to(grad.dtype))
     return total
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """What one MoE layer did in the latest call, over the global batch.
+
+    ``tokens_per_expert`` is int64 [E]; ``imbalance`` is the busiest expert's load over the mean; ``dropped`` counts routed rows that
+    no expert computed, 0 in dropless layers.
+    """
+
+    tokens_per_expert: Tensor
+    imbalance: float
+    dropped: int = 0
+
+
+def metrics(model: ParallelModel) -> dict[str, LayerMetrics]:
+    """Expert load of every MoE layer in the latest call, by module path; collective, so every rank calls it.
+
+    A model without MoE layers gives an empty dictionary. Raises CaptureError before the first call.
+    """
+    state = model._state
+    if state.latest is None:
+        raise CaptureError("the model has not been called yet, so there are no metrics; call it once before.")
+    found: dict[str, LayerMetrics] = {}
+    for (layer, what), share in state.latest.metrics.items():
+        if what != TOKENS_PER_EXPERT:
+            continue
+        counts = share.clone()
+        if state.groups.size("dp") > 1:
+            torch.distributed.all_reduce(counts, group=state.groups.group("dp"))
+        mean = counts.double().mean().item()
+        found[layer] = LayerMetrics(counts, counts.max().item() / mean if mean else 0.0)
+    return found
+
+
+def full_state_dict(model: ParallelModel) -> dict[str, Any]:
+    """A snapshot of the whole state as plain tensors under the plain model's names, on every rank; collective."""
+    return full_state(model._state.layout, model.plain.state_dict())
+
+
+def full_grads(model: ParallelModel) -> dict[str, Tensor | None]:
+    """All gradients as plain whole tensors under the plain model's names, on every rank; collective.
+
+    None where the plain model would have None; an expert that saw no token has zeros.
+    """
+    if model._state.unreduced:
+        raise RuntimeError(
+            "the gradients were accumulated under no_sync() and are this rank's share; run one backward outside of it first."
+        )
+    return full_gradients(model._state.layout)
+
+
+def optimizer_state_dict(model: ParallelModel, opt: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of ``opt`` with plain names and global shapes, for torch.distributed.checkpoint; no communication.
+
+    For a new optimizer it is the template that ``torch.distributed.checkpoint.load`` fills.
+    """
+    return save_optimizer(model._state.layout, opt)
+
+
+def load_optimizer_state_dict(model: ParallelModel, opt: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state_dict` gave under any plan, or a plain optimizer's ``state_dict()``, before or after the first call.
+
+    Raises CaptureError for parameters that are missing or unknown and for shapes that are not the plain model's.
+    """
+    load_optimizer(model._state.layout, opt, state)

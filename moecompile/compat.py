@@ -4,8 +4,8 @@ Every name taken from a private module is imported here, under a public-looking 
 says why no public way exists, so that a new torch release breaks one file only.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 
 # Traced backward nodes know their forward op only through these hooks.
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
+
+# What torch's own wrapper subclasses put in place of __torch_function__.
+from torch._C import _disabled_torch_function_impl as no_torch_function  # noqa: F401
 
 # Joint tracing needs a tracing context, which only AOTAutograd sets otherwise.
 from torch._guards import TracingContext as TracingContext
@@ -106,3 +109,18 @@ def without_new_symbols(mode: FakeTensorMode) -> AbstractContextManager[None]:
     """Values computed beside a trace may make unbacked sizes of their own, which no trace has to account for."""
     assert mode.shape_env is not None
     return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+def wrapper_tensor(cls: type[torch.Tensor], shape: Iterable[int], like: torch.Tensor) -> Any:
+    """A tensor subclass of that shape without memory of its own; the documented way to make one has a private name."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A captured graph holds its casts: neither rewriting nor running it may cast a second time."""
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    with ExitStack() as stack:
+        for device in active:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import pipeline as pipelines
 from .capture import Captured, batch_inputs, capture_model, globalize
-from .compat import reparametrize_module, tree_flatten, tree_unflatten
+from .compat import reparametrize_module, tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
 from .pass_base import Fact, Pass
@@ -105,7 +105,8 @@ def compile_call(
     if learns and not step:
         passes = tuple(item for item in passes if Fact.LOWERED not in item.provides)  # backends' ops have no gradient
     program = as_program(captured, request)
-    return pipelines.run(program, passes, PASSES, check=check, record_text=record_text)
+    with without_autocast():
+        return pipelines.run(program, passes, PASSES, check=check, record_text=record_text)
 
 
 def as_program(captured: Captured, request: Request) -> Program:
@@ -140,11 +141,13 @@ def default_pipeline(plan: Plan, *, step: bool) -> str:
 
 
 def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
-    """Set the options that the plan's fields stand for."""
-    return tuple(
-        replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item  # type: ignore[call-arg]
-        for item in passes
-    )
+    """Set the options and add the passes that the plan's fields stand for."""
+    chosen: list[Pass] = []
+    for item in passes:
+        chosen.append(replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item)  # type: ignore[call-arg]
+        if item.name == "recognize-moe" and plan.router_dtype is not None:
+            chosen.append(PASSES["cast-router"].from_options({"dtype": plan.router_dtype}))
+    return tuple(chosen)
 
 
 def loss_output(program: Program) -> int | None:

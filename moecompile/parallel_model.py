@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from .compilation import Request, check_batch, compile_call
 from .compiled import CompiledCall
 from .errors import CaptureError
 from .mesh import Mesh
+from .optimizer_state import cut_loaded
 from .plan import Plan
 from .program import Program
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
+from .state import State
 from .weights import Weights
 
 _LOG = logging.getLogger("moecompile")
@@ -44,6 +46,7 @@ class ParallelModel(nn.Module):
         mesh = Mesh(plan)
         self.__dict__["_state"] = _State(plan, mesh, ProcessGroups(mesh, _device(model)), loss_fn)
         self._state.weights = Weights(model, mesh, self._state.groups.rank)
+        self._state.layout = State(self._state.weights, self._state.groups)
 
     # -- what a plain module would answer ------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -85,6 +88,30 @@ class ParallelModel(nn.Module):
         finally:
             self._state.sync = before
 
+    # -- state ---------------------------------------------------------------------------------------------------------
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain model's names and global shapes; experts that are cut are DTensors or `OwnedTensor`s on every rank.
+
+        ``torch.distributed.checkpoint`` saves and loads it under any plan; `moecompile.full_state_dict` makes it plain.
+        """
+        found = self.plain.state_dict(*args, **kwargs)
+        self._state.layout.spread_all(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a plain model's whole state, or the ``state_dict()`` of any plan, into the parameters in place."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the parameters that the plan has cut; use assign=False.")
+        found = OrderedDict(state_dict)
+        found._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+        self._state.layout.split_all(found)
+        return self.plain.load_state_dict(found, strict=strict)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Loading through a module around this one: its children find their parts in the same dictionary afterwards.
+        self._state.layout.split_all(state_dict, prefix)
+        self.plain._load_from_state_dict(state_dict, prefix, *args)
+
     # -- a call ------------------------------------------------------------------------------------------------------
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
@@ -123,6 +150,7 @@ class ParallelModel(nn.Module):
             raise error
         assert program is not None
         state.weights.cut(program.inputs)
+        cut_loaded(state.layout)
         self._mark_cut_gradients()
         return CompiledCall(program, state.groups, state.weights, synced=state.sync)
 
@@ -159,6 +187,7 @@ class _State:
     """What belongs to the wrapper and not to the model."""
 
     weights: Weights
+    layout: State
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn

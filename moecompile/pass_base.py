@@ -37,7 +37,7 @@ class Numerics(enum.Enum):
 
     BITWISE = "the same bits"
     REASSOCIATING = "equal up to the order of sums"
-    LOSSY = "less precision by request"
+    LOSSY = "another precision, by request"
 
 
 class Scope(enum.Enum):

@@ -40,6 +40,8 @@ class Weights:
         self.cuts: dict[str, Cut] = {}
         self.shapes = {name: tuple(item.shape) for name, item in _named(model)}
         self._stacks: dict[tuple[str, ...], Tensor] = {}
+        first: dict[int, str] = {}
+        self._first = {name: first.setdefault(id(item), name) for name, item in _named(model)}
 
     def cut(self, inputs: Iterable[Input]) -> None:
         """Cut every weight that ``inputs`` place and that is still whole; call once per captured program."""
@@ -66,23 +68,39 @@ class Weights:
         """The local tensor of a PARAM input as a differentiable function of the Parameters behind it."""
         if not item.stacked:
             return find(self.model, item.fqns[0])
-        return torch.stack([find(self.model, name) for name in self._local_names(item.fqns)])
+        return torch.stack([find(self.model, name) for name in self.local_names(item.fqns)])
 
     def parameters_of(self, item: Input) -> list[tuple[nn.Parameter, int | None]]:
         """The Parameters behind an input, each with its place in the local stack; None: held by another rank, or no stack."""
         found = [(parameter(self.model, name), name) for name in item.fqns]
         if not item.stacked:
             return [(found[0][0], None)]
-        local = self._local_names(item.fqns)
+        local = self.local_names(item.fqns)
         return [(param, local.index(name) if name in local else None) for param, name in found]
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        return self.cuts[name].shape if name in self.cuts else self.shapes[name]
+        return self.shapes[name]
+
+    def first_name(self, name: str) -> str:
+        """The first of the names of this weight; tied weights have several."""
+        return self._first[name]
+
+    def cut_of(self, name: str) -> Cut | None:
+        """How a weight is cut, under whichever of its names; None for one that every rank has whole."""
+        return self.cuts.get(name)
+
+    def is_local(self, cut: Cut) -> bool:
+        """Whether this rank holds a weight that lies whole on one rank of its axis."""
+        return cut.owner == self.mesh.axis_index(cut.axis, self.rank)
+
+    def stack_of(self, name: str) -> tuple[str, ...] | None:
+        """The experts that are stacked, and cut, together with this one."""
+        return next((names for names in self._stacks if name in names and name in self.cuts), None)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
     def _slice(self, name: str, axis: str, dim: int) -> None:
         tensor, ranks = find(self.model, name), self.mesh.size(axis)
-        self.cuts[name] = Cut(axis, tuple(tensor.shape), dim)
+        self._note(name, Cut(axis, self.shapes[name], dim))
         tensor.data = tensor.data.chunk(ranks, dim)[self.mesh.axis_index(axis, self.rank)].clone()
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
@@ -92,13 +110,17 @@ class Weights:
         share = len(item.fqns) // (self.mesh.size(axis) if axis else 1)
         for index, name in enumerate(item.fqns):
             if axis:
-                self.cuts[name] = Cut(axis, self.shapes[name], None, index // share)
+                self._note(name, Cut(axis, self.shapes[name], None, index // share))
         self._restack(item.fqns)
-        for name in set(item.fqns) - set(self._local_names(item.fqns)):
+        for name in set(item.fqns) - set(self.local_names(item.fqns)):
             tensor = find(self.model, name)
             tensor.data = tensor.data.new_empty(0)
 
-    def _local_names(self, names: tuple[str, ...]) -> list[str]:
+    def _note(self, name: str, cut: Cut) -> None:
+        """Tied weights are cut once and known as cut under all their names."""
+        self.cuts.update({alias: cut for alias, first in self._first.items() if first == self._first[name]})
+
+    def local_names(self, names: tuple[str, ...]) -> list[str]:
         first = self.cuts.get(names[0])
         if first is None:
             return list(names)
@@ -107,7 +129,7 @@ class Weights:
 
     def _restack(self, names: tuple[str, ...]) -> Tensor:
         """Put this rank's experts into one tensor and point their Parameters into it."""
-        local = [find(self.model, name) for name in self._local_names(names)]
+        local = [find(self.model, name) for name in self.local_names(names)]
         stack = torch.stack([item.data for item in local])
         for item, part in zip(local, stack.unbind(0), strict=True):
             item.data = part
@@ -119,7 +141,7 @@ class Weights:
         step = stack.stride(0) * stack.element_size()
         return all(
             find(self.model, name).data_ptr() == stack.data_ptr() + index * step
-            for index, name in enumerate(self._local_names(names))
+            for index, name in enumerate(self.local_names(names))
         )
 
 

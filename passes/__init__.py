@@ -6,10 +6,12 @@ from types import MappingProxyType
 
 from moecompile.pass_base import Pass
 
+from .cast_router import CastRouter
 from .differentiate import Differentiate
 from .insert_dispatch import InsertDispatch
 from .lower_ops import LowerOps
 from .normalize_loss import NormalizeLoss
+from .recognize_moe import RecognizeMoe
 from .record_metrics import RecordMetrics
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
@@ -17,6 +19,8 @@ from .sync_grads import SyncGrads
 from .sync_loss import SyncLoss
 
 ALL_PASSES: tuple[type[Pass], ...] = (
+    RecognizeMoe,
+    CastRouter,
     NormalizeLoss,
     RecordMetrics,
     ShardDense,

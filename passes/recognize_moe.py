@@ -149,6 +149,8 @@ class _Writer:
     def _on_rows(self, step: Step) -> Node:
         if step.target is PRODUCT:
             return self._product(step)
+        if step.target is aten.alias.default:  # where the routing weight stood
+            return self._value(step.args[0])  # type: ignore[no-any-return]
         if step.target in NORMS and any(self._is_per_expert(ref) for ref in step.args):
             return self._norm(step)
         args = [self._spread(arg, step) if self._is_per_expert(arg) else self._value(arg) for arg in step.args]

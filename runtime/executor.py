@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moecompile import meta
-from moecompile.compat import profiler_enabled
+from moecompile.compat import profiler_enabled, without_autocast
 from moecompile.program import Level, Program
 from moecompile.runtime import cpu_kernels as cpu_kernels  # registers the kernels of moe_cpu::
 from moecompile.runtime.faults import PeerError, are_missing, is_peer_fault, missing_ranks
@@ -59,7 +59,7 @@ class Executor:
         if self.ranges or (self.ranges is None and profiler_enabled()):
             module = self._with_ranges()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self._no_grad):
+            with without_autocast(), torch.set_grad_enabled(torch.is_grad_enabled() and not self._no_grad):
                 outputs: tuple[Any, ...] = module.forward(*inputs)
                 return outputs
         except Exception as error:

@@ -92,7 +92,9 @@ class Builder:
         given = env.get(source) if source is not None else None
         if source is not None and isinstance(given, Handle):
             if is_identity(node, source):
-                return given if _same_storage(node, source) else Handle(self._value(given))
+                # A literal in the forward is lifted to a constant; the tensor made from it is new in every call.
+                fresh = node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+                return given if _same_storage(node, source) and not fresh else Handle(self._value(given))
             if node.target is aten.detach.default and self._value(given) not in self._differentiable:
                 return given
         return self._call(node, source, env)

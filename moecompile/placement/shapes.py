@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .types import Shard
 
@@ -21,7 +22,9 @@ def reshape_shard(placed: Shard, old: Sequence[int], new: Sequence[int], ranks: 
             outer, rest = divmod(before, prefix)
             if rest or size % (outer * ranks):
                 return None
-            return Shard(dim, outer, placed.rows)
+            if placed.rows and (outer != 1 or size != old[placed.dim]):
+                return None  # neighbours among a rank's rows are not neighbours in the plain program
+            return replace(placed, dim=dim, outer=outer)
         prefix *= size
     return None
 
@@ -30,7 +33,10 @@ def local_shape(shape: Sequence[int], placed: Sequence[tuple[Shard, int]]) -> li
     """One rank's shape: each cut dim divided by its number of ranks."""
     found = list(shape)
     for shard, ranks in placed:
-        if found[shard.dim] % ranks:
-            raise ValueError(f"dim {shard.dim} of size {found[shard.dim]} is not divisible by {ranks} ranks")
+        if found[shard.dim] % (ranks * shard.outer):
+            raise ValueError(
+                f"dim {shard.dim} of size {found[shard.dim]} cannot be cut into {ranks} equal parts"
+                + (f" in {shard.outer} blocks" if shard.outer > 1 else "")
+            )
         found[shard.dim] //= ranks
     return found

@@ -8,7 +8,7 @@ gradient of a value that several ranks hold as one (a replicated parameter) is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,17 @@ class Shard:
     """Dimension ``dim`` is cut: seen as ``[outer, ranks, inner]``, rank r holds ``[:, r]``.
 
     ``outer > 1`` is what a reshape or a concatenation over layers makes of a plain cut. ``rows`` marks rows of an expert
-    region: this rank's own rows in an order of their own, comparable only with other such rows.
+    region: this rank's own rows in an order of their own, comparable only with rows of the same ``origin`` (a permute).
     """
 
     dim: int
     outer: int = 1
     rows: bool = False
+    origin: str = ""
+
+    def moved(self, dim: int) -> Shard:
+        """The same cut, of another dim."""
+        return replace(self, dim=dim)
 
     def __str__(self) -> str:
         if self.rows:

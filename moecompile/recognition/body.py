@@ -136,10 +136,10 @@ def trace_body(exit_node: Node, axes: str, setting: Setting) -> Body:
     tracer = _Tracer(setting, exit_node, axes)
     result = tracer.rows(exit_node, axes)
     if tracer.entry is None:
-        raise NotRowwise(exit_node, "takes no rows in.")
+        raise NotRowwise(exit_node, "takes no rows in")
     body = Body(exit_node, axes, *tracer.entry, tracer.steps, tracer.leaves, tracer.coefficients, result)
     if body.coefficients and tracer.degree(result) != 1:
-        raise NotRowwise(exit_node, "does not carry the routing weight as one factor.")
+        raise NotRowwise(exit_node, "does not carry the routing weight as one factor")
     return body
 
 
@@ -168,7 +168,7 @@ class _Tracer:
             return self._enter(node, axes)
         target: Any = node.target
         if node.op != "call_function" or not rowwise.may_be_rowwise(node):
-            raise NotRowwise(node, f"({target}) does not treat each row for itself.")
+            raise NotRowwise(node, f"({target}) does not treat each row for itself")
         if target in rowwise.LINEARS:
             return self._product(node, axes)
         if target in rowwise.NORMS:
@@ -197,19 +197,19 @@ class _Tracer:
 
     def _enter(self, node: Node, axes: str) -> Value:
         if self.entry is not None and self.entry != (node, axes):
-            raise NotRowwise(node, f"is a second input of the expert beside {self.entry[0].name}.")
+            raise NotRowwise(node, f"is a second input of the expert beside {self.entry[0].name}")
         if axes.count("F") != 1:
-            raise NotRowwise(node, "has more than one feature axis.")
+            raise NotRowwise(node, "has more than one feature axis")
         self.entry = (node, axes)
         return Value(-1)
 
     def _act(self, node: Any, axes: str, user: Node) -> Any:
         """An operand on the rows, with all row axes of the result."""
         if not isinstance(node, Node) or node in self.setting.static:
-            raise NotRowwise(user, "has a weight where rows are expected.")
+            raise NotRowwise(user, "has a weight where rows are expected")
         shape, out = meta.value(node), axes
         if isinstance(shape, torch.Tensor) and shape.dim() != len(out):
-            raise NotRowwise(user, "aligns its operands across row axes.")
+            raise NotRowwise(user, "aligns its operands across row axes")
         return self.rows(node, axes)
 
     def _step(self, node: Node, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -231,7 +231,7 @@ class _Tracer:
         for position, item in enumerate(args):
             if not isinstance(item, Node) or not meta.is_tensor(item):
                 if isinstance(item, Node):
-                    raise NotRowwise(node, "uses a number read out of a tensor.")
+                    raise NotRowwise(node, "uses a number read out of a tensor")
                 continue
             letters = _aligned(item, node, axes)
             if item in self.setting.static:
@@ -244,12 +244,12 @@ class _Tracer:
         if not factors:
             return self._step(node, node.target, *args, **node.kwargs)
         if len(factors) != 1:
-            raise NotRowwise(node, "multiplies two routing weights.")
+            raise NotRowwise(node, "multiplies two routing weights")
         scaled = next(item for item in args if item is not None)
         if not isinstance(scaled, Value):
-            raise NotRowwise(node, "multiplies a weight by a routing weight.")
+            raise NotRowwise(node, "multiplies a weight by a routing weight")
         if self.degree(scaled):
-            raise NotRowwise(node, "applies the routing weight a second time.")
+            raise NotRowwise(node, "applies the routing weight a second time")
         self.coefficients += factors
         step = Step(aten.alias.default, (scaled,), {}, node, True, degree=1)
         self.steps.append(step)
@@ -258,21 +258,21 @@ class _Tracer:
     def _product(self, node: Node, axes: str) -> Any:
         form = labelled(node)
         if form is None:
-            raise NotRowwise(node, f"({node.target}) is a product of a form that is not read.")
+            raise NotRowwise(node, f"({node.target}) is a product of a form that is not read")
         kinds = dict(zip(form.out, axes, strict=True))
         weights = [item for item in form.operands if item[0] in self.setting.static]
         others = [item for item in form.operands if item[0] not in self.setting.static]
         if len(weights) != 1 or len(others) != 1:
-            raise NotRowwise(node, f"({node.target}) multiplies rows with rows.")
+            raise NotRowwise(node, f"({node.target}) multiplies rows with rows")
         (weight, weight_letters), (rows, row_letters) = weights[0], others[0]
         contracted = [one for one in row_letters if one in weight_letters and one not in form.out]
         made = [one for one in form.out if kinds[one] == "F"]
         if len(contracted) != 1 or len(made) != 1 or made[0] not in weight_letters or made[0] in row_letters:
-            raise NotRowwise(node, f"({node.target}) is not one matrix applied to each row.")
+            raise NotRowwise(node, f"({node.target}) is not one matrix applied to each row")
         letters = "".join("F" if one == contracted[0] else kinds.get(one, "?") for one in row_letters)
         letters = _without_broadcast_expert(rows, letters)
         if "?" in letters or letters.count("R") < axes.count("R"):
-            raise NotRowwise(node, f"({node.target}) mixes rows.")
+            raise NotRowwise(node, f"({node.target}) mixes rows")
         taken = self.rows(rows, letters)
         matrix = self._matrix(weight, weight_letters, kinds, made[0], contracted[0], node)
         bias = None if form.bias is None else self._static_operand(form.bias, _aligned(form.bias, node, axes), node)
@@ -282,7 +282,7 @@ class _Tracer:
         """The weight as ``[out, in]`` of one expert."""
         names = "".join("o" if one == made else "i" if one == taken else kinds.get(one, "?") for one in letters)
         if "?" in names:
-            raise NotRowwise(user, "sums a weight over an axis of its own.")
+            raise NotRowwise(user, "sums a weight over an axis of its own")
         ref, names = self._expert_part(weight, names, user)
         if names == "io":
             ref = self._static_step(user, aten.transpose.int, ref, -2, -1)
@@ -291,7 +291,7 @@ class _Tracer:
     def _norm(self, node: Node, axes: str) -> Any:
         shape: Any = node.args[1]
         if axes[-len(shape) :] != "F" * len(shape):
-            raise NotRowwise(node, "normalises over rows.")
+            raise NotRowwise(node, "normalises over rows")
         args = list(node.args)
         args[0] = self._act(node.args[0], axes, node)
         for position in rowwise.NORMS[node.target]:
@@ -304,19 +304,19 @@ class _Tracer:
         before, after = _sizes(source), _sizes(node)
         lead = len(axes) - axes.count("F")
         if axes != axes[:lead] + "F" * axes.count("F"):
-            raise NotRowwise(node, "reshapes features that are not last.")
+            raise NotRowwise(node, "reshapes features that are not last")
         if before[:lead] == after[:lead] and len(before) > lead:  # features only
             taken = self.rows(source, axes[:lead] + "F" * (len(before) - lead))
             return self._shaped(node, taken, after[lead:])
         features = after[lead:]
         if before[len(before) - len(features) :] != features:
-            raise NotRowwise(node, "moves elements between rows and features.")
+            raise NotRowwise(node, "moves elements between rows and features")
         expert = axes.find("E")
         kept = axes[: expert + 1]
         if before[: expert + 1] == after[: expert + 1]:
             rest = len(before) - len(features) - len(kept)
             if "R" in kept and rest != len(axes) - len(kept) - len(features):
-                raise NotRowwise(node, "regroups rows around the expert axis.")
+                raise NotRowwise(node, "regroups rows around the expert axis")
             return self.rows(source, kept + "R" * rest + "F" * len(features))
         if (
             source.target is aten.repeat.default
@@ -324,7 +324,7 @@ class _Tracer:
             and list(source.args[1]) == [int(after[0])] + [1] * (len(before) - 1)
         ):
             return self.rows(source.args[0], "R" * (len(before) - len(features)) + "F" * len(features))
-        raise NotRowwise(node, "regroups rows around the expert axis.")
+        raise NotRowwise(node, "regroups rows around the expert axis")
 
     def _shaped(self, node: Node, taken: Any, features: list[str]) -> Any:
         return self._step(node, aten.reshape.default, taken, [-1, *[int(size) for size in features]])
@@ -346,7 +346,7 @@ class _Tracer:
         for kind in "RF":
             moved = [order[position] for position, letter in enumerate(axes) if letter == kind]
             if moved != sorted(moved):
-                raise NotRowwise(node, "changes the order of rows or of features.")
+                raise NotRowwise(node, "changes the order of rows or of features")
         return self.rows(source, letters)
 
     def _squeeze(self, node: Node, source: Node, axes: str) -> Any:
@@ -365,7 +365,7 @@ class _Tracer:
         before, after = _sizes(source), _sizes(node)[len(axes) - len(letters) :]
         for letter, small, large in zip(letters, before, after, strict=True):
             if letter == "R" and small != large and not (self.batched and "E" not in letters):
-                raise NotRowwise(node, "repeats rows.")
+                raise NotRowwise(node, "repeats rows")
         taken = self.rows(source, letters)
         if [size for size, letter in zip(before, letters, strict=True) if letter == "F"] == _features(node, axes):
             return taken
@@ -380,7 +380,7 @@ class _Tracer:
         dim = dim % meta.tensor(whole).dim()
         letters = axes[:dim] + "F" + axes[dim:] if target is aten.unbind.int else axes
         if letters[dim] != "F":
-            raise NotRowwise(source, "splits rows.")
+            raise NotRowwise(source, "splits rows")
         key = (source, letters)
         if key not in self._seen:
             args = [self._act(whole, letters, source), *source.args[1:position], _from_end(letters, dim)]
@@ -394,7 +394,7 @@ class _Tracer:
         if letters[dim] != "F" and _sizes(source) == _sizes(node):
             return self.rows(source, axes)
         if letters[dim] != "F" or any(isinstance(item, Node) for item in node.args[2:]):
-            raise NotRowwise(node, "takes a part of the rows.")
+            raise NotRowwise(node, "takes a part of the rows")
         return self._step(node, node.target, self._act(source, letters, node), _from_end(letters, dim), *node.args[2:])
 
     def _reduction(self, node: Node, axes: str) -> Any:
@@ -410,7 +410,7 @@ class _Tracer:
         for dim in dims if not keep else ():
             letters = letters[:dim] + "F" + letters[dim:]
         if any(letters[dim] != "F" for dim in dims):
-            raise NotRowwise(node, "reduces over rows.")
+            raise NotRowwise(node, "reduces over rows")
         args = [
             self._act(source, letters, node),
             *node.args[1:position],
@@ -422,7 +422,7 @@ class _Tracer:
     def _feature_dim(self, node: Node, axes: str, dim: Any) -> int:
         dim = int(dim) % len(axes)
         if axes[dim] != "F":
-            raise NotRowwise(node, f"({node.target}) works across rows.")
+            raise NotRowwise(node, f"({node.target}) works across rows")
         return _from_end(axes, dim)
 
     def _feature_dims(self, node: Node, axes: str, dims: Any) -> Any:
@@ -436,7 +436,7 @@ class _Tracer:
         """A weight that meets rows elementwise, as features of one expert."""
         ref, names = self._expert_part(node, letters, user)
         if "R" in names:
-            raise NotRowwise(user, "adds or multiplies a weight that has rows of its own.")
+            raise NotRowwise(user, "adds or multiplies a weight that has rows of its own")
         return ref
 
     def _expert_part(self, node: Node, letters: str, user: Node) -> tuple[Any, str]:
@@ -487,7 +487,7 @@ class _Tracer:
             if len(sizes) == 1:
                 args = [self.static(item) if isinstance(item, Node) else item for item in node.args]
                 return self._static_step(node, target, *args, **node.kwargs)
-        raise NotRowwise(node, f"({target}) computes an expert weight in a way that is not read.")
+        raise NotRowwise(node, f"({target}) computes an expert weight in a way that is not read")
 
     def _part_of_shared(self, node: Node) -> Any:
         """``w[e]``, ``w.unbind()[e]``, ``w[e * n : (e + 1) * n]`` of a weight that every expert reads a part of."""
@@ -554,7 +554,7 @@ def degree_of(step: Step, degree: Callable[[Value], int]) -> int:
         return 1
     if target in _LINEAR_STEPS or (target is PRODUCT and args[2] is None):
         return 1
-    raise NotRowwise(step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight.")
+    raise NotRowwise(step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight")
 
 
 _LINEAR_STEPS = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,14 @@ def _takes_first(node: Node, last: int) -> bool:
     return node.target is aten.narrow.default and node.args[1] in (last, -1) and node.args[2] == 0
 
 
-def dependents(starts: Iterable[Node]) -> set[Node]:
-    """Everything computed from ``starts``, without themselves."""
+def dependents(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+    """Everything computed from ``starts``, without themselves and not by way of nodes that ``stop`` names."""
     first = list(starts)
     seen: set[Node] = set()
     todo = list(first)
     while todo:
         for user in todo.pop().users:
-            if user not in seen:
+            if user not in seen and not stop(user):
                 seen.add(user)
                 todo.append(user)
     return seen - set(first)

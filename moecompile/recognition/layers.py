@@ -56,11 +56,14 @@ def find_layers(graph: Graph, inputs: Mapping[Node, Input], constants: Mapping[s
     """All layers that are not yet in ``moe::`` ops, in graph order. CaptureError for one that is refused."""
     static = static_nodes(graph, {node for node, item in inputs.items() if item.kind in _KINDS})
     layers = []
-    for choice in find_choices(graph):
+    choices = find_choices(graph)
+    for choice in choices:
         if _is_canonical(choice):
             continue
         region = Region(graph, choice, static)
         proposal = region.propose()
+        if _prepares_another(region, proposal, choices):
+            continue
         if proposal.trouble:
             raise _refusal(choice, proposal.trouble)
         layer = _Reader(region, proposal, inputs, constants).layer()
@@ -80,6 +83,13 @@ def _is_canonical(choice: Choice) -> bool:
                 reached.add(user)
                 todo.append(user)
     return False
+
+
+def _prepares_another(region: Region, proposal: Proposal, choices: list[Choice]) -> bool:
+    """Whether the decision only narrows down a later one (groups of experts) that the same experts obey."""
+    later = {other.node for other in choices if other.node in region.routed and other.node is not region.choice.node}
+    users = [user for component in proposal.components for user in component.exit.users]
+    return bool(later & ir.ancestors(*users)) if later and users else False
 
 
 def _refusal(choice: Choice, why: str) -> CaptureError:

@@ -6,7 +6,7 @@ both agree, in float64, on probes where every expert is hit, where all tokens go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,6 @@ class Matcher:
         results = [node for node in self.region.results(self.exits) if meta.tensor(node).numel() == self.choice.num_tokens * self.width]
         if not results:
             raise Mismatch("the experts' results do not come together in one tensor with a row for each token")
-        self.linear = any(body.coefficients for body in self.bodies)
         last = self.region.order[results[-1]]
         weights = [node for node in self._weights(results) if self.region.order[node] < last]
         weights = self._reachable(weights, results)
@@ -153,10 +152,48 @@ class Matcher:
                 todo += here.all_input_nodes
         return [node for node in weights if node in wanted]
 
-    def _orders(self, results: list[Node]) -> list[list[int]]:
-        """Which expert each component is: as they stand in the graph, or as the ids select them."""
+    def _orders(self, results: list[Node]) -> Iterator[list[int]]:
+        """Which expert each component is: as they stand in the graph, else as the ids select them."""
         count = len(self.bodies)
-        return [[self.experts[index] for index in range(count)]]
+        standing = [self.experts[index] for index in range(count)]
+        yield standing
+        if not self.bodies[0].batched:
+            selected = self._selected(results[0])
+            if selected is not None and selected != standing:
+                yield [selected[expert] for expert in standing]
+
+    def _selected(self, result: Node) -> dict[int, int] | None:
+        """The id that selects each component, found by letting one component after the other mark its rows."""
+        count = self.num_experts
+        fits = torch.ones(count, count, dtype=torch.bool)  # [number of a component, id]
+        for round_ in (0, 2, 3):
+            for first in range(0, count, self.width):
+
+                def mark(expert: int, rows: torch.Tensor, first: int = first) -> torch.Tensor:
+                    made = rows.new_zeros(rows.shape[0], self.width)
+                    if first <= expert < first + self.width:
+                        made[:, expert - first] = 1
+                    return made
+
+                ids, seen = self._marked(round_, result, mark)
+                chosen = torch.zeros(ids.shape[0], count, dtype=torch.bool).scatter(1, ids, True)
+                for expert in range(first, min(first + self.width, count)):
+                    fits[expert] &= (chosen == seen[:, expert - first, None]).all(0)
+        if not bool((fits.sum(1) == 1).all()) or len(set(fits.int().argmax(1).tolist())) != count:
+            return None
+        return dict(enumerate(fits.int().argmax(1).tolist()))
+
+    def _marked(self, round_: int, result: Node, mark: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids of a probe, and where each feature of the result was touched by a mark."""
+        evaluator, generator = self._evaluator(round_)
+        given, ids = self._given(round_, evaluator, generator)
+        names = dict(enumerate(self.experts[index] for index in range(len(self.bodies))))
+        made = {body.exit: BodyStandIn(body, names, index, mark, self.region.static) for index, body in enumerate(self.bodies)}
+        with torch.no_grad():
+            marked = evaluator.run([result], given, made)[result]
+            blank = {body.exit: BodyStandIn(body, names, index, _blank(mark), self.region.static) for index, body in enumerate(self.bodies)}
+            plain = evaluator.run([result], given, blank)[result]
+        return ids, ((marked - plain).abs() > 1e-12).reshape(self.choice.num_tokens, -1)
 
     def _evaluator(self, seed: int) -> tuple[Evaluator, torch.Generator]:
         generator = torch.Generator().manual_seed(seed)
@@ -249,16 +286,37 @@ class Matcher:
             if not _close(zero if one is None else one, zero if other is None else other):
                 raise Mismatch("its values are those of a weighted sum of experts, but its gradients are not")
 
+    def _drops(self, results: list[Node], weights: list[Node], order: list[int]) -> bool:
+        """Whether tokens get the sum over some of their choices only."""
+        probed = self._probe(2, results, weights, order)
+        for probs in [*weights, None]:
+            parts = probed.parts if probs is None else probed.parts * self._slots(probed.values[probs], probed.ids)[:, :, None]
+            for result in results:
+                got = (probed.values[result] - probed.bases[result]).reshape(self.choice.num_tokens, -1)
+                if _is_partial_sum(parts.detach(), got.detach()):
+                    return True
+        return False
+
     def _why(self, results: list[Node], weights: list[Node]) -> str:
         """The likely reason, found by loosening the check."""
         order = [self.experts[index] for index in range(len(self.bodies))]
         loose = [self._probe(round_, results, weights, order, linear=True) for round_ in range(_ROUNDS)]
         if not self._is_linear() and self._fit(loose, results, weights) is not None:
             return "the routing weight is applied before the expert, which is nonlinear, so it cannot be moved behind it"
-        even = [probed for round_ in (0,) for probed in [self._probe(round_, results, weights, order)]]
-        if self._fit(even, results, weights) is not None:
-            return "tokens are dropped when an expert is over its capacity, which is not accepted yet"
+        if self._drops(results, weights, order):
+            return "some tokens are dropped, as when an expert is over its capacity, which is not accepted yet"
         return "on probes it is not the sum over the chosen experts of weight times expert(token)"
+
+
+def _is_partial_sum(parts: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether each row of ``got [T, width]`` is the sum of some of ``parts [T, K, width]``."""
+    kept = torch.linalg.lstsq(parts.transpose(1, 2), got.unsqueeze(2)).solution
+    whole = _close(torch.einsum("tkw,tk->tw", parts, kept.squeeze(2)), got)
+    return whole and _close(kept.round().clamp(0, 1), kept)
+
+
+def _blank(function: Any) -> Any:
+    return lambda expert, rows: function(expert, rows) * 0
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

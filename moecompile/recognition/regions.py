@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from moecompile import graph as ir
 from moecompile import meta
 from moecompile.recognition import rowwise
 from moecompile.recognition.choices import Choice, dependents
@@ -49,6 +49,8 @@ class Region:
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         starts = [node for node in (choice.node, choice.ids, choice.chosen) if node is not None]
         self.routed = dependents(starts) | set(starts)
+        # The decision itself, before any weight is applied to what it picks.
+        self.early = dependents(starts, stop=lambda node: self._weighted_rows(node) is not None) | set(starts)
 
     def is_coefficient(self, node: Node) -> bool:
         """A factor per row: comes from the decision and has one feature."""
@@ -65,32 +67,43 @@ class Region:
     def propose(self) -> Proposal:
         """Gathered components if there are any, else dense ones."""
         gathered = self._gathered()
-        if gathered.components or gathered.trouble:
+        if gathered.components:
             return gathered
-        return self._dense()
+        dense = self._dense()
+        return dense if dense.components or not gathered.trouble else gathered
 
     # Gathered ----------------------------------------------------------------------------------------------------
 
     def _gathered(self) -> Proposal:
         found = Proposal(self.choice)
-        taken: set[Node] = set()
-        entries: dict[Node, None] = {}
-        for node in self.graph.nodes:
-            rows = self._weighted_rows(node)
-            if rows is None or rows not in self.routed or node in taken:
-                continue
-            for entry in self._origins(rows):
-                if entry not in entries and self._is_gather(entry):
-                    entries[entry] = None
-                    made = self._grow(entry)
-                    taken |= set(made.nodes)
-                    found.components.append(made)
+        entries = self._entries(found)
+        merge_equal(entries)
+        for entry in entries:
+            if entry.users:
+                found.components.append(self._grow(entry))
         for component in found.components:
             exits = self._exits(component.nodes)
             if len(exits) != 1:
                 names = ", ".join(meta.where(item) for item in exits) or "nothing"
-                found.trouble = f"an expert hands out {len(exits)} values ({names}), where one is expected"
+                found.trouble = found.trouble or f"an expert hands out {len(exits)} values ({names}), where one is expected"
         return found
+
+    def _entries(self, found: Proposal) -> list[Node]:
+        """Where rows that experts compute on were picked, in graph order."""
+        entries: dict[Node, None] = {}
+        seen: set[Node] = set()
+        for node in self.graph.nodes:
+            rows = self._weighted_rows(node)
+            if rows is None or rows not in self.routed:
+                continue
+            for origin in self._origins(rows, seen):
+                if not self._comes_from_outside(origin):
+                    continue
+                if self._picks(origin):
+                    entries[origin] = None
+                else:
+                    found.trouble = f"{meta.where(origin)} ({origin.target}) does not treat each row for itself"
+        return sorted(entries, key=self.order.__getitem__)
 
     def _weighted_rows(self, node: Node) -> Node | None:
         """The rows that a node multiplies by a weight."""
@@ -99,35 +112,38 @@ class Region:
         operands = [item for item in rowwise.tensor_inputs(node) if item not in self.static]
         return operands[0] if len(operands) == 1 and len(rowwise.tensor_inputs(node)) > 1 else None
 
-    def _origins(self, node: Node) -> list[Node]:
-        """Where rows come from when one walks back over row-wise operators."""
+    def _origins(self, node: Node, seen: set[Node]) -> list[Node]:
+        """Where rows come from when one walks back over row-wise operators, except over those in ``seen``."""
         found: dict[Node, None] = {}
-        seen, todo = {node}, [node]
+        todo = [node]
         while todo:
             here = todo.pop()
+            if here in seen:
+                continue
+            seen.add(here)
             if here.op != "call_function" or here not in self.routed or not rowwise.may_be_rowwise(here):
                 found[here] = None
                 continue
-            sources = [
-                item
-                for item in rowwise.tensor_inputs(here)
-                if item not in self.static and not self.is_coefficient(item)
-            ]
-            if any(item not in self.routed for item in sources) and here.target not in rowwise.AXES | rowwise.RESHAPES:
+            sources = [item for item in rowwise.tensor_inputs(here) if item not in self.static and not self.is_coefficient(item)]
+            if any(item not in self.routed for item in sources):
                 found[here] = None  # routed and other values meet here
-                continue
-            for item in sources:
-                if item not in seen:
-                    seen.add(item)
-                    todo.append(item)
+            else:
+                todo += sources
         return list(found)
 
-    def _is_gather(self, node: Node) -> bool:
-        """Rows of something that does not depend on the decision, picked by something that does."""
-        if node not in self.routed or node in (self.choice.node, self.choice.ids, self.choice.chosen):
+    def _comes_from_outside(self, node: Node) -> bool:
+        """Whether it holds rows of a tensor that does not depend on the decision."""
+        if node not in self.early or node in (self.choice.node, self.choice.ids, self.choice.chosen):
             return False
-        sources = self.outer_sources(node)
-        return any(meta.tensor(item).is_floating_point() and meta.tensor(item).dim() > 1 for item in sources)
+        if any(item in self.routed and item not in self.early for item in node.all_input_nodes):
+            return False  # a later layer's decision
+        return any(meta.tensor(item).dim() > 1 for item in self.outer_sources(node))
+
+    def _picks(self, node: Node) -> bool:
+        """Rows picked by the decision: by an index, a split, or a product with a dispatch mask."""
+        sources = rowwise.tensor_inputs(node)
+        meets = any(item in self.routed for item in sources) and any(item not in self.routed for item in sources)
+        return meets or node.target in _PICKS
 
     def outer_sources(self, node: Node) -> list[Node]:
         """Floating values from before the decision that a routed value is made of, passing over no accumulator."""
@@ -230,6 +246,8 @@ class Region:
         for node in self.graph.nodes:
             at = self.order[node]
             if node not in reached:
+                if at > final and self._weighted_rows(node) in reached:
+                    break  # the rest of the model
                 if not any(item in reached for item in node.all_input_nodes) or node.target in rowwise.SIZES:
                     continue
                 if node.op != "call_function":
@@ -244,6 +262,23 @@ class Region:
         return found
 
 
+_PICKS = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.gather.default,
+        aten.masked_select.default,
+        aten.narrow.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.einsum.default,
+        aten.bmm.default,
+        aten.matmul.default,
+        aten.mm.default,
+        operator.getitem,
+    }
+)
+_RANDOM = frozenset({aten.dropout.default, aten.rand_like.default, aten.randn_like.default, aten.bernoulli.default})
 _ACCUMULATORS = frozenset(
     {
         aten.index_add.default,
@@ -265,10 +300,23 @@ def _unstacked(node: Node) -> list[Node]:
     return [node]
 
 
-def ancestors_until(node: Node, stop: set[Node]) -> set[Node]:
-    """What ``node`` depends on, not past ``stop``."""
-    return ir.ancestors(node, stop=stop) | {node}
+def merge_equal(nodes: list[Node]) -> None:
+    """Let equal values among ``nodes`` be one: a row picked twice is picked once."""
+    for position, node in enumerate(nodes):
+        for earlier in nodes[:position]:
+            if earlier.users and _equal(earlier, node):
+                node.replace_all_uses_with(earlier)
+                break
 
 
-def is_tuple_part(node: Node) -> bool:
-    return node.target is operator.getitem
+def _equal(one: Node, other: Node) -> bool:
+    """Whether two nodes are the same call of the same values."""
+    if one is other:
+        return True
+    if one.op != "call_function" or one.target is not other.target or one.target in _RANDOM:
+        return False
+    left, right = one.all_input_nodes, other.all_input_nodes
+    if len(left) != len(right) or not all(map(_equal, left, right)):
+        return False
+    same = {theirs: mine for mine, theirs in zip(left, right, strict=True)}
+    return bool((one.args, one.kwargs) == map_arg((other.args, other.kwargs), same.__getitem__))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import one_hot, silu
 
 H, E, K = 12, 4, 2
 
@@ -19,7 +19,7 @@ class Expert(nn.Module):
         self.down = nn.Linear(20, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x)))
+        return self.down(silu(self.up(x)))
 
 
 class Layer(nn.Module):
@@ -51,7 +51,7 @@ class HitListLoop(Layer):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         y = torch.zeros_like(x)
-        mask = F.one_hot(ids, E).permute(2, 1, 0)
+        mask = one_hot(ids, E).permute(2, 1, 0)
         for hit in (mask.sum((-1, -2)) > 0).nonzero():
             slot, token = torch.where(mask[hit].squeeze(0))
             y.index_add_(0, token, self.experts[hit](x[token]) * weights[token, slot, None])

@@ -1,6 +1,6 @@
 """Tiny plain MoE language models, written as people write them, for parity tests.
 
-One process, no parallelism, no `moe::` op except in the style that asks for it. fp64, so that a wrong sum shows.
+One process, no parallelism, no `moe::` op except in the style that asks for it. fp64 unless asked otherwise, so that a wrong sum shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ VOCAB = 32
 
 @dataclass(frozen=True)
 class Config:
-    """``style``: how the experts are written. ``aux``: coefficient of a balance loss over the whole batch."""
+    """``style``: how the experts are written. ``aux``: coefficient of a balance loss over the whole batch.
+
+    ``normalize``: whether the chosen scores are made to add up to one; with top_k=1 they must not be, or the router learns
+    nothing.
+    """
 
     style: Style = "loop"
     experts: int = 4
@@ -32,6 +36,8 @@ class Config:
     tied: bool = False
     bias: bool = False
     aux: float = 0.0
+    normalize: bool = True
+    dtype: torch.dtype = torch.float64
     seed: int = 0
 
 
@@ -141,7 +147,8 @@ class MoeLayer(nn.Module):
             logits = logits + push.reshape(logits.shape)
         scores = logits.softmax(-1)
         probs, ids = scores.topk(self.config.top_k, dim=-1)
-        probs = probs / probs.sum(-1, keepdim=True)
+        if self.config.normalize:
+            probs = probs / probs.sum(-1, keepdim=True)
         out = self.experts(tokens, ids, probs)
         if self.config.shared:
             out = out + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)
@@ -194,10 +201,10 @@ class TinyMoe(nn.Module):
 
 
 def build(config: Config) -> TinyMoe:
-    """The model of ``config`` in fp64; equal configs give equal weights, whatever ran before."""
+    """The model of ``config``; equal configs give equal weights, whatever ran before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return TinyMoe(config).double()
+        return TinyMoe(config).to(config.dtype)
 
 
 def tokens(batch: int, length: int, seed: int, *, ignored: float = 0.0) -> dict[str, Tensor]:
@@ -209,6 +216,16 @@ def tokens(batch: int, length: int, seed: int, *, ignored: float = 0.0) -> dict[
     return {"ids": ids, "labels": labels}
 
 
-def push_to(choices: Tensor, experts: int) -> Tensor:
+def push_to(choices: Tensor, experts: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The ``push`` that makes each token choose exactly ``choices`` [B, S, K]; router scores still decide the weights."""
-    return torch.full((*choices.shape[:2], experts), -40.0, dtype=torch.float64).scatter(2, choices, 0.0)
+    return torch.full((*choices.shape[:2], experts), -40.0, dtype=dtype).scatter(2, choices, 0.0)
+
+
+def choose(batch: int, length: int, top_k: int, among: list[int], seed: int = 0) -> Tensor:
+    """Random choices [B, S, K] of distinct experts among those given, each used at least once."""
+    source = torch.Generator().manual_seed(seed)
+    allowed = torch.tensor(among)
+    order = torch.rand(batch, length, len(among), generator=source).argsort(-1)
+    chosen = allowed[order[..., :top_k]]
+    assert set(chosen.unique().tolist()) == set(among), "too few tokens for so many experts"
+    return chosen

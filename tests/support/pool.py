@@ -19,7 +19,7 @@ from moecompile.mesh import Mesh
 from moecompile.plan import Plan
 from moecompile.runtime.launcher import RankPool
 from tests.support.models import Config, build
-from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, global_norm, slice_for
+from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, slice_for
 
 # A step of these models takes milliseconds and a capture seconds: whoever needs longer hangs.
 WATCHDOG_S = 90.0
@@ -66,7 +66,6 @@ class Part:
 
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    after_clip: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def train(rank: int, job: Job, batches: list[Batch]) -> Part:
@@ -80,7 +79,6 @@ def train(rank: int, job: Job, batches: list[Batch]) -> Part:
             out["loss"].backward()
             grads = held_grads(model)
             norm = _clip(model, job)
-            part.after_clip.append(held_grads(model))
             outputs = {name: value.detach() for name, value in out.items() if name != "loss"}
             part.steps.append(Step(out["loss"].detach(), outputs, grads, norm))
             stepper.step()
@@ -151,14 +149,3 @@ def _whole(held: list[dict[str, Tensor]], like: dict[str, Tensor], mesh: Mesh, w
     assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
     return {name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh) for name in like}
 
-
-def clipped(part_grads: dict[str, Tensor], norm: Tensor, limit: float) -> dict[str, Tensor]:
-    """What clipping makes of gradients."""
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return {name: grad * scale for name, grad in part_grads.items()}
-
-
-__all__ = [
-    "WATCHDOG_S", "Job", "Part", "Ranks", "clipped", "forbid_forward", "gathered", "global_norm", "held_grads",
-    "held_weights", "parallel", "train",
-]  # fmt: skip

@@ -1,0 +1,111 @@
+"""``moecompile inspect``: which MoE layers a model has, how they are recognised, and what the passes make of the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from moecompile import api
+from moecompile.program import Program
+
+from .loading import load_example, load_model, load_plan, one_example
+
+NAME = "inspect"
+HELP = "show the MoE layers of a model, how each is recognised, and the program a plan makes of it"
+EXAMPLE = (
+    "moecompile inspect --model examples.qwen3_moe_plain:build --dp 4 --ep 4 \\\n"
+    "      --example 'input_ids=int64[2,64]<256,labels=int64[2,64]<256'"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="package.module:name", help="a module, or what returns one")
+    parser.add_argument(
+        "--example",
+        required=True,
+        metavar="SPEC",
+        help="what one rank passes: name=dtype[sizes]<bound by commas, or package.module:function",
+    )
+    parser.add_argument("--plan", metavar="PLAN", help="TOML file, or fields such as dp=4,ep=2 (one rank)")
+    parser.add_argument("--dp", type=int, help="data parallel degree")
+    parser.add_argument("--ep", type=int, help="expert parallel degree")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--print", dest="show", action="store_true", help="print the whole program, too")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    model = load_model(arguments.model)
+    plan = load_plan(arguments.plan, {"dp": arguments.dp, "ep": arguments.ep})
+    world_size = None if plan.dp is not None else max(plan.ep, 1)
+    program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
+    found = report(model, program)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console.print(_layers(found))
+    console.print(_passes(found))
+    if arguments.show:
+        print(program)
+    return 0
+
+
+def report(model: nn.Module, program: Program) -> dict[str, Any]:
+    """Layers and passes as plain data. ``parameters`` counts a layer's expert weights."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    layers = [
+        {
+            "module": layer["module"],
+            "source": _relative(layer["source"]),
+            "how": layer["how"],
+            "experts": layer["num_experts"],
+            "experts_per_rank": layer["num_experts"] // program.plan.ep,
+            "top_k": layer["top_k"],
+            "parameters": sum(sizes.get(name, 0) for name in layer["params"]),
+            "names": list(layer["params"]),
+        }
+        for layer in program.layers
+    ]
+    passes = [
+        {"pass": entry.pass_text, "rewrites": entry.rewrites, "nodes": entry.nodes_after, "seconds": round(entry.seconds, 3)}
+        for entry in program.history
+    ]
+    return {"plan": str(program.plan), "world_size": program.plan.world_size, "layers": layers, "passes": passes}
+
+
+def _relative(source: str) -> str:
+    """``file:line`` from the current folder where it lies below it."""
+    file, _, line = source.rpartition(":")
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd())}:{line}" if file and path.is_relative_to(Path.cwd()) else source
+
+
+def _layers(found: dict[str, Any]) -> Table:
+    table = Table(title=f"MoE layers, {found['plan']}: {found['world_size']} ranks", title_justify="left")
+    for name in ("module", "where", "recognised as"):
+        table.add_column(name, overflow="fold")
+    for name in ("experts", "on a rank", "top-k", "expert weights"):
+        table.add_column(name, justify="right")
+    for layer in found["layers"]:
+        numbers = [layer["experts"], layer["experts_per_rank"], layer["top_k"]]
+        table.add_row(
+            layer["module"], layer["source"], layer["how"], *(str(n) for n in numbers), f"{layer['parameters']:,}"
+        )
+    if not found["layers"]:
+        table.add_row("none", "", "", "", "", "", "")
+    return table
+
+
+def _passes(found: dict[str, Any]) -> Table:
+    table = Table(title="passes", title_justify="left")
+    table.add_column("pass")
+    for name in ("rewrites", "nodes after", "seconds"):
+        table.add_column(name, justify="right")
+    for entry in found["passes"]:
+        table.add_row(entry["pass"], str(entry["rewrites"]), str(entry["nodes"]), f"{entry['seconds']:.2f}")
+    return table

@@ -1,0 +1,110 @@
+"""``moecompile passes``: every pass with its contract, read from the classes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import typing
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moecompile.pass_base import Pass
+from moecompile.passes import ALL_PASSES, STEP
+
+NAME = "passes"
+HELP = "list all passes: what each does, its options, what it requires and provides"
+EXAMPLE = "moecompile passes --json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--markdown", action="store_true", help="as the Markdown page docs/passes.md")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.json:
+        print(json.dumps([describe(kind) for kind in ALL_PASSES], indent=2))
+    elif arguments.markdown:
+        print(markdown(), end="")
+    else:
+        console.print(_table())
+        console.print(f"preset: {STEP}", highlight=False)
+    return 0
+
+
+def describe(kind: type[Pass]) -> dict[str, Any]:
+    """One pass as plain data."""
+    return {
+        "name": kind.name,
+        "sentence": sentence(kind),
+        "options": options(kind),
+        "level": kind.level.name.lower() if kind.level else "either",
+        "requires": sorted(fact.name for fact in kind.requires),
+        "provides": sorted(fact.name for fact in kind.provides),
+        "removes": sorted(fact.name for fact in kind.removes),
+        "numerics": kind.numerics.name.lower(),
+    }
+
+
+def sentence(kind: type[Pass]) -> str:
+    """The first sentence of the class's docstring."""
+    return " ".join((kind.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def options(kind: type[Pass]) -> dict[str, str]:
+    """Each option with its default, then the other values it takes where these are few."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = _text(field.default)
+        choices = [_text(choice) for choice in typing.get_args(hints[field.name])]
+        found[field.name.replace("_", "-")] = " | ".join([default, *(item for item in choices if item != default)])
+    return found
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table() -> Table:
+    table = Table(show_lines=True)
+    for name in ("pass", "what it does", "level", "requires", "provides", "numerics"):
+        table.add_column(name, overflow="fold")
+    for item in map(describe, ALL_PASSES):
+        written = [item["name"], *(f"  {key}={value}" for key, value in item["options"].items())]
+        ends = [*item["provides"], *(f"ends {fact}" for fact in item["removes"])]
+        table.add_row(
+            "\n".join(written), item["sentence"], item["level"], "\n".join(item["requires"]), "\n".join(ends), item["numerics"]
+        )
+    return table
+
+
+def markdown() -> str:
+    """The page ``docs/passes.md``."""
+    lines = [
+        "# Passes",
+        "",
+        "Made by `moecompile passes --markdown`; a test keeps it fresh. In the order of the preset pipeline:",
+        "",
+        f"    {STEP}",
+        "",
+        "A pass runs where all facts it requires hold; `moecompile passes` prints the same in a terminal.",
+        "",
+        "| pass | what it does | options | level | requires | provides | ends | numerics |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in ALL_PASSES:
+        item = describe(kind)
+        file = kind.__module__.rpartition(".")[2]
+        written = "<br>".join(f"`{key}={value}`" for key, value in item["options"].items()).replace("|", "\\|")
+        facts = ["<br>".join(item[key]) for key in ("requires", "provides", "removes")]
+        cells = [f"[{item['name']}](../passes/{file}.py)", item["sentence"], written, item["level"], *facts, item["numerics"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "## Facts", "", "| fact | meaning |", "|---|---|"]
+    used = {fact for kind in ALL_PASSES for fact in kind.requires | kind.provides | kind.removes}
+    lines += [f"| {fact.name} | {fact.value} |" for fact in sorted(used, key=lambda one: one.name)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,185 @@
+"""Train on local ranks and in one process, step by step, and stop where they differ."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from moecompile import api
+from moecompile.errors import PlanError, VerifyError
+from moecompile.passes import PASSES
+from moecompile.plan import Plan
+from moecompile.runtime.launcher import RankPool
+
+from . import corpus, flops, models, show, worker
+from .worker import Job, StepReport, Trainer
+
+# Largest difference of the two losses that the order of sums explains over the demo's steps, by type of the weights.
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-9}
+_STEP_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One demo run. ``tolerance`` None: the one of ``dtype``."""
+
+    model: str = "qwen3"
+    plan: Plan = field(default_factory=lambda: Plan(dp=4, ep=4))
+    steps: int = 60
+    batch: int = 8
+    seq_len: int = 128
+    lr: float = 2e-3
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    reference: bool = True
+    tolerance: float | None = None
+    out: Path = Path("out/demo")
+
+    @property
+    def allowed(self) -> float:
+        return TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
+
+    def job(self) -> Job:
+        """What the processes need of this. PlanError for a batch that the data ranks do not divide."""
+        ranks = self.plan.num_data_ranks
+        if self.batch % ranks:
+            raise PlanError(
+                f"demo: a batch of {self.batch} rows cannot be cut over dp={ranks}; use --batch {ranks * max(1, self.batch // ranks)}."
+            )
+        return Job(self.model, self.plan, self.batch, self.seq_len, self.lr, self.dtype, self.device)
+
+
+@dataclass
+class Curves:
+    """The losses so far, and the largest difference."""
+
+    losses: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+
+    @property
+    def max_difference(self) -> float:
+        pairs = zip(self.losses, self.reference, strict=False)
+        return max((abs(ours - theirs) for ours, theirs in pairs), default=0.0)
+
+
+def run_demo(settings: Settings, console: Console | None = None) -> Curves:
+    """Run it. Raises VerifyError at the first step whose losses differ by more than the tolerance, RankError if a rank fails."""
+    console = console or Console()
+    settings.plan.check_supported()
+    job = settings.job()
+    cores = os.cpu_count() or 1
+    speed = _Speed(job, cores)
+    console.print(_heading(settings, speed, cores))
+    with RankPool(job.plan.world_size, timeout=_STEP_TIMEOUT_S, backend=_backend(job)) as pool:
+        started = pool.run(worker.start, job)
+        held = max(report.parameters for report in started)
+        console.print(
+            f"captured and rewritten in {max(report.seconds for report in started):.1f} s: {started[0].nodes} nodes, "
+            f"{held:,} parameters on the fullest rank\n"
+        )
+        reference = Trainer(job) if settings.reference else None
+        curves = _train(settings, pool, reference, speed, console)
+        last = pool.run(worker.finish)[0]
+    show.end(console, last)
+    path = settings.out / "loss.png"
+    show.save_plot(path, curves.losses, curves.reference, f"{models.MODELS[job.model].what}, {job.plan}")
+    console.print(_summary(settings, curves, path))
+    return curves
+
+
+def _train(
+    settings: Settings, pool: RankPool, reference: Trainer | None, speed: _Speed, console: Console
+) -> Curves:
+    curves = Curves()
+    with show.progress_bar(console) as progress:
+        task = progress.add_task("training", total=settings.steps, figures="")
+        for number in range(settings.steps):
+            reports: list[StepReport] = pool.run(worker.step, number)
+            seconds = max(report.seconds for report in reports)
+            curves.losses.append(reports[0].loss)
+            if reference is not None:
+                curves.reference.append(_alone(reference, number))
+            line = show.step_line(
+                number,
+                curves.losses[-1],
+                curves.reference[-1] if reference is not None else None,
+                speed.tokens_per_rank / seconds,
+                speed.utilisation(seconds),
+            )
+            console.print(line, highlight=False)
+            show.advance(progress, task, f"largest difference {curves.max_difference:.1e}" if reference else "")
+            _check(settings, number, reports, curves)
+    return curves
+
+
+def _alone(reference: Trainer, number: int) -> float:
+    """A step of the one process; the ranks wait, so it may use every core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        return reference.step(number).loss
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(settings: Settings, number: int, reports: list[StepReport], curves: Curves) -> None:
+    losses = {report.loss for report in reports}
+    if len(losses) > 1:
+        raise VerifyError(f"demo: at step {number} the ranks report different losses {sorted(losses)}; they must be equal.")
+    ours = curves.losses[-1]
+    theirs = curves.reference[-1] if curves.reference else ours
+    if not abs(ours - theirs) <= settings.allowed:  # also for NaN
+        raise VerifyError(
+            f"demo: at step {number} the loss is {ours!r} on {settings.plan.world_size} ranks and {theirs!r} in one process; the "
+            f"difference must stay within {settings.allowed:g}, which the order of sums explains."
+        )
+
+
+class _Speed:
+    """Turns seconds of a step into figures: FLOPs from the graph of the one-process program, peak from a matmul."""
+
+    def __init__(self, job: Job, cores: int) -> None:
+        self.tokens_per_rank = job.batch // job.plan.num_data_ranks * job.seq_len
+        call = models.MODELS[job.model].call(corpus.windows(corpus.load(), 0, job.batch, job.seq_len))
+        plan = Plan(dp=1, passes=",".join(name for name in _STEP_PASSES if name in PASSES))
+        model = worker.build(job)
+        self.flops = flops.count(api.trace(model, plan, call))
+        self.peak = flops.measured_peak(cores, job.dtype)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def utilisation(self, seconds: float) -> float:
+        return self.flops / seconds / self.peak
+
+
+# The forward and backward in moe:: ops, before any kernel is chosen.
+_STEP_PASSES = ("recognize-moe", "normalize-loss", "shard-dense", "shard-experts", "differentiate")
+
+
+def _backend(job: Job) -> str:
+    return "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def _heading(settings: Settings, speed: _Speed, cores: int) -> str:
+    return (
+        f"[bold]{models.MODELS[settings.model].what}[/bold]: {speed.parameters:,} parameters, {settings.dtype}\n"
+        f"plan {settings.plan.world_size} ranks of {settings.plan}, {cores} cores; "
+        f"global batch {settings.batch} x {settings.seq_len} bytes of the standard library's source\n"
+        f"a step is {speed.flops / 1e9:.2f} GFLOP (counted on the graph); MFU is against {speed.peak / 1e9:.0f} GFLOP/s, a "
+        f"1024-square matmul on all cores of this machine just now"
+    )
+
+
+def _summary(settings: Settings, curves: Curves, path: Path) -> str:
+    first, last = curves.losses[0], curves.losses[-1]
+    text = f"\nloss {first:.4f} -> {last:.4f} in {len(curves.losses)} steps; curve in {path}"
+    if curves.reference:
+        text += (
+            f"\n[green]equal to one process at every step[/green]: largest difference {curves.max_difference:.2e}, "
+            f"allowed {settings.allowed:g}"
+        )
+    return text

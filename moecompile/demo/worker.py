@@ -1,0 +1,131 @@
+"""What each rank of the demo does: the training loop of any user, one step a call, with a clock around it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from moecompile import api
+from moecompile.plan import Plan
+
+from . import corpus, models
+from .layer_text import layer_text
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all processes of one run have to know."""
+
+    model: str
+    plan: Plan
+    batch: int
+    seq_len: int
+    lr: float
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step as one process saw it."""
+
+    loss: float
+    norm: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What a rank holds once its model is compiled."""
+
+    seconds: float
+    parameters: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class EndReport:
+    """What is shown of the trained model."""
+
+    load: dict[str, list[int]] = field(default_factory=dict)
+    layer: str = ""
+
+
+def build(job: Job) -> nn.Module:
+    return models.MODELS[job.model].build().to(job.device, job.dtype)
+
+
+def optimizer_of(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=job.lr)
+
+
+class Trainer:
+    """The plain loop of one process over its rows of every global batch; rank None is the one-process reference."""
+
+    def __init__(self, job: Job, rank: int | None = None) -> None:
+        self.job, self.rank = job, rank
+        self.text = corpus.load()
+        self.model: Any = build(job)
+        self.compile_seconds = 0.0
+        if rank is not None:
+            start = time.perf_counter()
+            self.model = api.parallelize(self.model, job.plan, example=self._call(0))
+            self.compile_seconds = time.perf_counter() - start
+        self.optimizer = optimizer_of(self.model, job)
+
+    def _call(self, number: int) -> dict[str, Any]:
+        """This process's part of the batch of one step."""
+        window = corpus.windows(self.text, number, self.job.batch, self.job.seq_len)
+        if self.rank is not None:
+            window = window.chunk(self.job.plan.num_data_ranks)[self.job.plan.data_rank(self.rank)]
+        call = models.MODELS[self.job.model].call(window)
+        return {name: tensor.to(self.job.device) for name, tensor in call.items()}
+
+    def step(self, number: int) -> StepReport:
+        start = time.perf_counter()
+        loss = models.loss_of(self.model(**self._call(number)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seen = loss.item()
+        return StepReport(seen, float(norm), time.perf_counter() - start)
+
+    def _clip(self) -> torch.Tensor:
+        if self.rank is None:
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return api.clip_grad_norm_(self.model, 1.0)
+
+
+# The rank's trainer, between two calls of the launcher's pool.
+_trainer: Trainer | None = None
+
+
+def start(rank: int, job: Job) -> StartReport:
+    """Build, capture and cut the model on this rank."""
+    global _trainer
+    _trainer = Trainer(job, rank)
+    held = sum(parameter.numel() for parameter in _trainer.model.parameters())
+    return StartReport(_trainer.compile_seconds, held, len(_trainer.model.program.graph.nodes))
+
+
+def step(rank: int, number: int) -> StepReport:
+    """Train one step."""
+    assert _trainer is not None, "start() comes first"
+    return _trainer.step(number)
+
+
+def finish(rank: int) -> EndReport:
+    """Expert load of the last step and the text of the first MoE layer, the same on every rank."""
+    assert _trainer is not None, "start() comes first"
+    load = {name: [int(count) for count in found] for name, found in expert_load(_trainer.model).items()}
+    return EndReport(load, layer_text(_trainer.model.program) if rank == 0 else "")
+
+
+def expert_load(model: Any) -> dict[str, Any]:
+    """Tokens per expert of the latest step by MoE layer, over all ranks."""
+    return {name: found.tokens_per_expert for name, found in api.metrics(model).items()}

@@ -1,0 +1,62 @@
+"""What an optimizer does, found out by letting a copy of it step on small tensors of our own.
+
+The copy has the optimizer's class, settings and groups but parameters, state and hooks of its own, so nothing of the user's
+moves. Two questions are answered this way: which state the optimizer keeps for a parameter, and whether the update of one
+element depends on others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_BASE = ("state", "param_groups", "defaults", "step", "zero_grad", "profile_hook_step", "_zero_grad_profile_name")
+
+
+def probe(opt: Optimizer, group: Mapping[str, Any], params: Sequence[nn.Parameter], lr: float) -> Optimizer:
+    """A copy of ``opt`` with one group, that group's settings and these parameters."""
+    made: Optimizer = type(opt).__new__(type(opt))
+    extra = {key: value for key, value in vars(opt).items() if key not in _BASE and not key.startswith("_optimizer_")}
+    extra = {key: value for key, value in extra.items() if not callable(value)}
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if "lr" in own:
+        own["lr"] = torch.as_tensor(lr, device=own["lr"].device) if isinstance(own["lr"], Tensor) else lr
+    made.__dict__.update(copy.deepcopy(extra))
+    made.__setstate__(
+        {
+            "defaults": copy.deepcopy(opt.defaults),
+            "state": defaultdict(dict),
+            "param_groups": [{**copy.deepcopy(own), "params": list(params)}],
+        }
+    )
+    return made
+
+
+def run(opt: Optimizer) -> None:
+    """One step of the class itself: the instance's own ``step`` may be a scheduler's wrapper."""
+    with torch.no_grad():
+        type(opt).step(opt)
+
+
+def fresh_state(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int) -> dict[str, Any]:
+    """The entries that a first step would make for ``param``: zeros of its shape, and step counts at zero.
+
+    ``ndim`` is the number of dims of the plain parameter; another rank's expert has lost them.
+    """
+    dummy = nn.Parameter(torch.zeros([2] * ndim, dtype=param.dtype, device=param.device))
+    dummy.grad = torch.zeros_like(dummy)
+    made = probe(opt, group, [dummy], 0.0)
+    run(made)
+    found: dict[str, Any] = {}
+    for key, value in made.state[dummy].items():
+        if isinstance(value, Tensor):
+            found[key] = value.new_zeros(param.shape if value.shape == dummy.shape else value.shape)
+        else:
+            found[key] = value
+    return found

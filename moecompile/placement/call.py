@@ -1,0 +1,160 @@
+"""What a rule sees of a node and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from .. import meta
+from .types import REPLICATE, Partial, Placement, Shard
+
+
+class NoRule(Exception):
+    """A rule cannot place this call; the text says why and what would help."""
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its schema, defaults filled in."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = index < len(node.args) and not argument.kwarg_only
+        found[argument.name] = (
+            node.args[index] if given else node.kwargs.get(argument.name, argument.default_value)
+        )
+    return found
+
+
+def changed(node: Node, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keyword arguments of a call with some of them replaced, by name."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    for name, found in changes.items():
+        index = names.index(name)
+        if index < len(args):
+            args[index] = found
+        else:
+            kwargs[name] = found
+    return tuple(args), kwargs
+
+
+class Needs(dict[Node, Placement]):
+    """The operands to convert first. One value cannot be wanted in two placements by one call."""
+
+    def want(self, item: Node, placed: Placement) -> None:
+        if self.setdefault(item, placed) != placed:
+            raise NoRule(f"{item.name} is read twice in ways that need different cuts; clone it for one of them.")
+
+
+@dataclass
+class Call:
+    """A node of the global graph as a rule sees it on one axis.
+
+    ``seen`` holds the operands whose placement was asked for: a decision that overlooked a cut or partial one is refused.
+    """
+
+    node: Node
+    axis: str
+    ranks: int
+    place: Callable[[Node, str], Placement]
+    seen: set[Node] = field(default_factory=set)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.node.args
+
+    def get(self, name: str) -> Any:
+        """Argument by the name it has in the op's schema."""
+        return arguments(self.node)[name]
+
+    def placed(self, arg: Any) -> Placement:
+        """Placement of an operand on this axis; constants are replicated."""
+        if not isinstance(arg, Node):
+            return REPLICATE
+        self.seen.add(arg)
+        return self.place(arg, self.axis)
+
+    def tensors(self) -> list[Node]:
+        """Tensor operands in order, lists flattened, each once."""
+        return [source for source in self.node.all_input_nodes if meta.is_tensor(source)]
+
+    def partial(self, items: Iterable[Node] | None = None) -> list[Node]:
+        """Those of the operands (by default all) that are partial."""
+        return [item for item in (self.tensors() if items is None else items) if isinstance(self.placed(item), Partial)]
+
+    def reduced(self, items: Iterable[Node] | None = None) -> Needs:
+        """Partial operands (by default all) are summed first."""
+        return Needs(dict.fromkeys(self.partial(items), REPLICATE))
+
+    def whole(self, items: Iterable[Any], what: str) -> None:
+        """Refuse the call if one of these operands is cut."""
+        for item in items:
+            if isinstance(self.placed(item), Shard):
+                raise NoRule(f"its {what} depends on the batch, which is spread over ranks; it must be the same for all.")
+
+    @staticmethod
+    def shape(arg: Any) -> tuple[int, ...]:
+        """Global shape of an operand."""
+        return tuple(meta.tensor(arg).shape)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return tuple(meta.tensor(self.node).shape)
+
+    def decide(self, placed: Placement, needs: Mapping[Node, Placement] | None = None) -> Decision:
+        """The same placement for the output, or for each of several outputs."""
+        found = meta.value(self.node)
+        out = [placed] * len(found) if isinstance(found, (tuple, list)) else placed
+        return Decision(out, needs or {})
+
+
+@dataclass
+class Decision:
+    """Placement of the output (or of each output) and of the operands that must be converted first."""
+
+    out: Placement | Sequence[Placement]
+    need: Mapping[Node, Placement] = field(default_factory=dict)
+
+    @property
+    def outs(self) -> list[Placement]:
+        return [self.out] if isinstance(self.out, Placement) else list(self.out)
+
+
+Rule = Callable[[Call], Decision]
+
+
+def align(call: Call, operands: Sequence[Node], ndim: int) -> tuple[Shard | None, Needs]:
+    """One cut for all operands of a broadcast to ``ndim`` dims, seen from the result.
+
+    Operands are aligned from the right. Whole operands that span the cut dim are to be sliced, other partial ones summed.
+    """
+    cut: Shard | None = None
+    for item in operands:
+        placed = call.placed(item)
+        if isinstance(placed, Shard):
+            seen = placed.moved(placed.dim + ndim - len(call.shape(item)))
+            if cut is not None and seen != cut:
+                raise NoRule(f"its operands are cut differently ({cut} and {seen}); keep the batch dim in one place.")
+            cut = seen
+    needs = Needs()
+    if cut is not None:
+        for item in operands:
+            follow(call, needs, item, cut, cut.dim - (ndim - len(call.shape(item))))
+    return cut, needs
+
+
+def follow(call: Call, needs: Needs, item: Node, cut: Shard, dim: int) -> None:
+    """Give one operand the part of ``cut`` that falls on its ``dim`` (negative: it lacks the dim)."""
+    placed = call.placed(item)
+    if isinstance(placed, Shard):
+        if dim < 0 or placed != cut.moved(dim):
+            raise NoRule(f"its operands are cut differently ({placed} and {cut}); keep the batch dim in one place.")
+        return
+    if dim >= 0 and call.shape(item)[dim] != 1:
+        if cut.rows:
+            raise NoRule("rows of an expert region meet a whole tensor of as many rows, whose order is another.")
+        needs.want(item, cut.moved(dim))
+    elif isinstance(placed, Partial):
+        needs.want(item, REPLICATE)

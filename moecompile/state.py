@@ -1,0 +1,191 @@
+"""A parallel model's state under the plain model's names and in global shapes.
+
+One rank holds parts. Here a part becomes a tensor that knows the whole (``spread``), a whole becomes this rank's part
+(``part``), and parts become wholes again (``gather``). Optimizer state follows its parameter, so it goes the same ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from .compat import all_gather_single
+from .errors import CaptureError
+from .owned import OwnedTensor
+from .runtime import control
+from .runtime.process_groups import ProcessGroups
+from .weights import Cut, Weights
+
+
+class State:
+    """Where each weight of one parallel model lies, and the ways between parts and wholes. Made by `ParallelModel`."""
+
+    def __init__(self, weights: Weights, groups: ProcessGroups) -> None:
+        self.weights, self.groups = weights, groups
+        self._mesh: DeviceMesh | None = None
+        self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
+
+    # -- parts to global shapes, without communication ---------------------------------------------------------------
+    def spread(self, name: str, local: Tensor) -> Tensor:
+        """What this rank holds of ``name`` (the weight itself, its gradient or moments) as a tensor of the global shape.
+
+        A weight that is not cut stays a plain tensor; a stack of experts becomes a DTensor; an expert of its own an OwnedTensor.
+        """
+        cut = self.weights.cut_of(name)
+        if cut is None:
+            return local
+        local = local.detach()
+        if cut.owner is not None:
+            held = local if self.weights.is_local(cut) else None
+            return OwnedTensor(held, cut.shape, local, cut.owner, self.groups.group(cut.axis))
+        mesh = self._device_mesh(cut.axis, local.device.type)
+        stride = torch.empty(cut.shape, device="meta").stride()
+        placements = self._placements(cut)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(cut.shape), stride=stride)
+
+    def spread_all(self, found: MutableMapping[str, Any], prefix: str = "") -> None:
+        """Replace the cut tensors of a plain ``state_dict`` by ones of global shape, in place."""
+        for name in self.weights.shapes:
+            value = found.get(prefix + name)
+            if isinstance(value, Tensor):
+                found[prefix + name] = self.spread(name, value)
+
+    def _placements(self, cut: Cut) -> list[Replicate | Shard]:
+        replicas = [Replicate()] if self._replicated(cut.axis) else []
+        return [*replicas, Shard(cut.dim or 0)]
+
+    def _replicated(self, axis: str) -> bool:
+        return axis == "ep" and self.groups.size("edp") > 1
+
+    def _device_mesh(self, axis: str, device: str) -> DeviceMesh:
+        """The ranks over which experts are cut, and their replicas; made of the groups that the programs use."""
+        if self._mesh is None:
+            if self._replicated(axis):
+                ranks = torch.tensor(self.groups.mesh.groups(axis))
+                groups = [self.groups.group("edp"), self.groups.group(axis)]
+                self._mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("edp", axis))
+            else:
+                self._mesh = DeviceMesh.from_group(self.groups.group(axis), device, mesh_dim_names=(axis,))
+        return self._mesh
+
+    def split_all(self, found: MutableMapping[str, Any], prefix: str = "") -> None:
+        """Replace the entries of a state by this rank's parts, in place; names that are not the model's stay."""
+        for name in self.weights.shapes:
+            value = found.get(prefix + name)
+            if isinstance(value, Tensor):
+                found[prefix + name] = self.part(name, value)
+
+    # -- wholes to parts ---------------------------------------------------------------------------------------------
+    def part(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a value of ``name`` that is whole, or spread by this or another parallel model.
+
+        Raises CaptureError for another shape than the plain model's, and for a DTensor that was pickled on another rank.
+        Collective when the value is spread otherwise than here.
+        """
+        shape = self.weights.global_shape(name)
+        if tuple(value.shape) != shape:
+            raise CaptureError(
+                f"the state of '{name}' has shape {list(value.shape)}, but the plain model's is {list(shape)}; pass the whole tensor "
+                "(as in the plain model's own state_dict), or a tensor of that global shape."
+            )
+        cut = self.weights.cut_of(name)
+        local = self._as_held(value, cut)
+        return local if local is not None else self.take(name, whole(value))
+
+    def take(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a whole plain tensor."""
+        cut = self.weights.cut_of(name)
+        if cut is None:
+            return value
+        if cut.owner is not None:
+            return value if self.weights.is_local(cut) else value.new_empty(0)
+        index = self.weights.mesh.axis_index(cut.axis, self.groups.rank)
+        return value.chunk(self.groups.size(cut.axis), cut.dim or 0)[index]
+
+    def _as_held(self, value: Tensor, cut: Cut | None) -> Tensor | None:
+        """The local part of a value that already lies as the weight does; None where it lies otherwise."""
+        if isinstance(value, OwnedTensor) and cut is not None and cut.owner is not None:
+            if value.placed_as(cut.owner, self.groups.group(cut.axis)):
+                local = value.to_local()
+                return torch.empty(0, dtype=value.dtype, device=value.device) if local is None else local
+        if isinstance(value, DTensor):
+            _check_own(value)
+            same = cut is not None and cut.owner is None and value.device_mesh == self._mesh
+            if same and cut is not None and list(value.placements) == self._placements(cut):
+                return value.to_local()
+        return None
+
+    # -- parts to plain wholes, collective ---------------------------------------------------------------------------
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole plain copies of what all ranks hold, by name and in the order of ``parts``; equal on all ranks.
+
+        Every rank passes the same names. Two names of one weight get one tensor, as in the plain model.
+        """
+        done: dict[str, Tensor] = {}
+        for name in parts:
+            first = self.weights.first_name(name)
+            if first in done:
+                continue
+            stack = self.weights.stack_of(name)
+            if stack is not None and all(member in parts for member in stack):
+                done.update(self._gather_stack(stack, parts))
+            else:
+                done[first] = whole(self.spread(name, parts[name].detach().as_subclass(Tensor)))
+        return {name: done[self.weights.first_name(name)] for name in parts}
+
+    def _gather_stack(self, names: tuple[str, ...], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All experts of one stack in one exchange."""
+        axis = self.weights.cuts[names[0]].axis
+        mine = torch.stack([parts[name].detach().as_subclass(Tensor) for name in self.weights.local_names(names)])
+        out = mine.new_empty((len(names), *mine.shape[1:]))
+        all_gather_single(out, mine, group=self.groups.group(axis))
+        return {self.weights.first_name(name): item.clone() for name, item in zip(names, out.unbind(0), strict=True)}
+
+
+def full_state(state: State, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot of a plain module's ``state_dict``, of which this rank holds parts; collective."""
+    parts = {name: value for name, value in found.items() if isinstance(value, Tensor) and name in state.weights.shapes}
+    wholes = state.gather(parts)
+    return {name: wholes.get(name, copy.deepcopy(value)) for name, value in found.items()}
+
+
+def full_gradients(state: State) -> dict[str, Tensor | None]:
+    """Whole plain gradients of all parameters, None where there is none; collective.
+
+    Raises CaptureError on all ranks if they do not have gradients of the same parameters.
+    """
+    grads = {name: param.grad for name, param in state.weights.model.named_parameters()}
+    held = {name: grad for name, grad in grads.items() if grad is not None}
+    control.agree(state.groups, "\n".join(f"a gradient of {name}" for name in held))
+    wholes = state.gather(held)
+    return {name: wholes.get(name) for name in grads}
+
+
+def whole(value: Tensor) -> Tensor:
+    """A plain tensor with all of a value: itself for a plain one, gathered (collective) for one spread over ranks."""
+    if isinstance(value, OwnedTensor):
+        return value.full_tensor()
+    if isinstance(value, DTensor):
+        _check_own(value)
+        return value.full_tensor()
+    return value.detach().clone()
+
+
+def _check_own(value: DTensor) -> None:
+    """A DTensor unpickled from another rank's file still claims to be that rank's part: refuse it."""
+    here = (value.device_mesh.mesh == dist.get_rank()).nonzero().tolist()
+    claimed = value.device_mesh.get_coordinate()
+    if not here or claimed is None or list(claimed) != here[0]:
+        raise CaptureError(
+            f"the state holds a DTensor that was saved by another rank (coordinate {claimed} of its mesh), so its experts would be "
+            "duplicated here; save with torch.distributed.checkpoint, or torch.save(moecompile.full_state_dict(model))."
+        )

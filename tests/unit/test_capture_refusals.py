@@ -1,0 +1,231 @@
+"""What a graph cannot express is refused in one sentence with the user's line, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from moecompile.capture import capture_model
+from moecompile.errors import CaptureError
+from tests.support.captured_call import targets
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 5
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(4))
+        self.table = torch.ones(4)
+        self.cache: list[Tensor] = [torch.zeros(4)]
+
+    def forward(self, x: Tensor, body: Callable[[Any, Tensor], Any]) -> Any:
+        return body(self, x)
+
+
+class Model(nn.Module):
+    """The faulty code sits in a submodule, where export would not notice."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, self.body)
+
+
+def buffer_in_place(self: Any, x: Tensor) -> Tensor:
+    self.steps.add_(1)
+    return self.linear(x) + self.steps
+
+
+def buffer_without_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.steps[0] += 1
+    return self.linear(x)
+
+
+def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
+    self.steps = self.steps + 1
+    return self.linear(x)
+
+
+def buffer_registered(self: Any, x: Tensor) -> Tensor:
+    self.register_buffer("late", x.sum(0))
+    return self.linear(x)
+
+
+def buffer_as_out(self: Any, x: Tensor) -> Tensor:
+    torch.add(self.linear(x)[0], 1, out=self.steps)
+    return x
+
+
+def attribute_assigned(self: Any, x: Tensor) -> Tensor:
+    self.last = self.linear(x)
+    return self.last
+
+
+def attribute_in_list(self: Any, x: Tensor) -> Tensor:
+    self.cache[0] = self.linear(x)
+    return self.cache[0]
+
+
+def attribute_in_place(self: Any, x: Tensor) -> Tensor:
+    self.table.mul_(2)
+    return self.linear(x) + self.table
+
+
+def parameter_in_place(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.linear.weight.mul_(0.9)
+    return self.linear(x)
+
+
+def parameter_data(self: Any, x: Tensor) -> Tensor:
+    self.linear.weight.data = self.linear.weight.data * 2
+    return self.linear(x)
+
+
+def input_in_place(self: Any, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return self.linear(x)
+
+
+def branch_on_value(self: Any, x: Tensor) -> Tensor:
+    return x if self.linear(x).sum() > 0 else x * 2
+
+
+def loop_over_rows(self: Any, x: Tensor) -> Tensor:
+    for _ in (x.sum(-1) > 0).nonzero():
+        pass
+    return self.linear(x)
+
+
+def item(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * x.sum().item()
+
+
+def as_float(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * float(x.mean())
+
+
+def list_of_values(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * sum(x[0].tolist())
+
+
+def custom_function(self: Any, x: Tensor) -> Tensor:
+    return Doubled.apply(self.linear(x))
+
+
+def reentrant_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=True)
+
+
+def broken(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x[:, :3])
+
+
+REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (buffer_in_place, "writes into buffer 'inner.steps'.*outside forward"),
+    (buffer_without_grad, "writes into buffer 'inner.steps'.*outside forward"),
+    (buffer_reassigned, "assigns a tensor to buffer 'steps' of inner.*outside forward"),
+    (buffer_registered, "assigns a tensor to attribute 'late' of inner.*outside forward"),
+    (buffer_as_out, "writes into buffer 'inner.steps'.*outside forward"),
+    (attribute_assigned, "assigns a tensor to attribute 'last' of inner.*return the tensor"),
+    (attribute_in_list, "assigns a tensor to attribute 'cache' of inner.*return the tensor"),
+    (attribute_in_place, "writes into attribute 'inner.table'.*outside forward"),
+    (parameter_in_place, "writes into parameter 'inner.linear.weight'.*outside forward"),
+    (parameter_data, "writes into parameter 'inner.linear.weight'.*outside forward"),
+    (input_in_place, "writes into one of its inputs.*compute a new tensor"),
+    (branch_on_value, "depends on tensor values.*torch.where"),
+    (loop_over_rows, "depends on tensor values.*torch.where"),
+    (item, "reads a number out of a tensor.*keep it a tensor"),
+    (as_float, "depends on tensor values.*torch.where"),
+    (list_of_values, "reads a number out of a tensor.*keep it a tensor"),
+    (custom_function, "custom autograd.Function Doubled.*torch.library.custom_op"),
+    (reentrant_checkpoint, "reentrant activation checkpointing.*use_reentrant=False"),
+    (broken, "stopped with RuntimeError.*check that the plain model runs"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED, ids=[body.__name__ for body, _ in REFUSED])
+def test_refused_with_line_and_advice(body: Callable[[Any, Tensor], Any], message: str) -> None:
+    model = Model(body)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture_model(model, (torch.ones(3, 4),), {})
+    text = str(caught.value)
+    assert "test_capture_refusals.py:" in text and "\n" not in text
+    after = model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[name], state[name]) for name in state)
+    assert type(model.inner.linear.weight) is nn.Parameter and torch.equal(model.inner.table, torch.ones(4))
+
+
+def test_line_of_the_fault_is_named() -> None:
+    line = item.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=f"test_capture_refusals.py:{line}: "):
+        capture_model(Model(item), (torch.ones(3, 4),), {})
+
+
+def test_nothing_is_printed_by_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError):
+        capture_model(Model(branch_on_value), (torch.ones(3, 4),), {})
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+def test_patches_are_taken_back_after_a_refusal() -> None:
+    setattr_before, apply_before = nn.Module.__setattr__, torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(CaptureError):
+        capture_model(Model(attribute_assigned), (torch.ones(3, 4),), {})
+    assert nn.Module.__setattr__ is setattr_before
+    assert torch.autograd.Function.__dict__["apply"] is apply_before
+    assert float(Doubled.apply(torch.ones(()))) == 2.0
+
+
+def prints(self: Any, x: Tensor) -> Tensor:
+    print("shape", x.shape, x.sum())
+    return self.linear(x)
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+
+
+def counts_calls(self: Any, x: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.linear(x)
+
+
+@pytest.mark.parametrize("body", [prints, checkpointed, counts_calls], ids=lambda body: body.__name__)
+def test_harmless_code_is_captured(body: Callable[[Any, Tensor], Any]) -> None:
+    assert targets(capture_model(Model(body), (torch.ones(3, 4),), {})) == ["aten.linear.default"]
+
+
+def test_a_forward_that_returns_no_tensor_is_refused() -> None:
+    with pytest.raises(CaptureError, match="returns no tensor"):
+        capture_model(Model(lambda self, x: 3), (torch.ones(3, 4),), {})
+
+
+def test_a_returned_object_that_hides_tensors_is_refused() -> None:
+    class Holder:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    with pytest.raises(CaptureError, match=r"Holder that holds tensors.*use_cache=False"):
+        capture_model(Model(lambda self, x: (self.linear(x), Holder(x))), (torch.ones(3, 4),), {})
