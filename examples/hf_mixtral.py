@@ -4,6 +4,8 @@
     python examples/hf_mixtral.py                             # one process: the same losses
 """
 
+import os
+
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -30,9 +32,23 @@ def build() -> MixtralForCausalLM:
 
 
 def main(steps: int = 10, batch: int = 8, seq_len: int = 64) -> None:
-    model = build()
-    world_size = mc.world_size() if hasattr(mc, "world_size") else 1
-    raise NotImplementedError(world_size, model, steps, batch, seq_len)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    plan = mc.Plan(dp=world_size, ep=world_size)
+    model = mc.parallelize(build(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with open(__file__, "rb") as source:
+        text = torch.tensor(list(source.read()))
+    for step in range(steps):
+        start = (torch.arange(batch)[:, None] * 100 + step) % (len(text) - seq_len)
+        ids = text[start + torch.arange(seq_len)]  # the global batch, the same on every rank
+        ids = ids.chunk(plan.num_data_ranks)[plan.data_rank(rank)]
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        mc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step}  loss {out.loss.item():.6f}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _DEFINED_IN = {
     "launch": "launch",
     "simulate_ranks": "simulate",
     "Program": "program",
-    "load": "program",
+    "load": "text",
 }
 
 __all__ = [*_DEFINED_IN]

@@ -15,7 +15,7 @@ from moecompile.errors import VerifyError as VerifyError
 from moecompile.launch import launch as launch
 from moecompile.plan import Plan as Plan
 from moecompile.program import Program as Program
-from moecompile.program import load as load
 from moecompile.simulate import simulate_ranks as simulate_ranks
+from moecompile.text import load as load
 
 __version__: str

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import grads
 from .compilation import Request, compile_call
 from .errors import CaptureError, PlanError
+from .optimizer_state import load_optimizer, save_optimizer
 from .parallel_model import ParallelModel
 from .passes.record_metrics import TOKENS_PER_EXPERT
 from .plan import Plan

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.fx import Node
 
 # A graph can hold only a group's name, and nothing public finds the group again.
 # torch.distributed has these, but does not export them to type checkers.
@@ -27,8 +28,10 @@ from torch._C import _disabled_torch_function_impl as no_torch_function  # noqa:
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 
-# The type of a call_function target: torch.ops hands out instances only.
+# The types of call_function targets: torch.ops hands out instances only.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 # Shapes without data, and sizes known only at run time.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -52,9 +55,16 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
+
+# What an operator calls inside can be watched from here only.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # The lower bound of a symbolic size can be raised in the shape environment only.
 from torch.utils._sympy.numbers import int_oo
@@ -124,3 +134,8 @@ def without_autocast() -> Iterator[None]:
         for device in active:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def rename_node(node: Node, name: str) -> None:
+    """Give a node another name, made unique; assigning ``node.name`` would leave the graph's table of names behind."""
+    node._rename(name)

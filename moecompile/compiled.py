@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +25,20 @@ from .program import Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import reduce_flat
 from .runtime.executor import Executor
 from .runtime.process_groups import ProcessGroups
-from .step import Gradients, StepResult, attach, share
+from .step import Gradients, StepResult, attach, share, value_only
 from .weights import Weights
+
+
+_LOG = logging.getLogger("moecompile")
+
+
+def _report_nan(loss: Tensor) -> None:
+    """Say so when a step's loss is not a number; on a GPU that would wait for the step, so there the user's own check must do."""
+    if loss.device.type == "cpu" and not math.isfinite(loss.item()):
+        _LOG.warning(
+            "the loss of this step is %s: look for NaN in the batch, for labels that are all ignored, or lower the learning rate.",
+            loss.item(),
+        )
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,15 @@ class CompiledCall:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
-        runs = [self._run(part, scales) for part, scales in self._microbatches(leaves)]
-        outputs = runs[0] if len(runs) == 1 else [self._join(item, found) for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)]
+        runs = [self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
+        outputs = (
+            runs[0]
+            if len(runs) == 1
+            else [
+                self._join(item, found)
+                for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)
+            ]
+        )
         self._keep_metrics(outputs)
         return self._rebuild(outputs, before_hand_out)
 
@@ -68,7 +89,10 @@ class CompiledCall:
             return self.executor([self._value(item, leaves, scales) for item in self.program.inputs])
         shared = self._shared_weights()
         return self.executor(
-            [shared[item.name] if item.name in shared else self._value(item, leaves, scales) for item in self.program.inputs]
+            [
+                shared[item.name] if item.name in shared else self._value(item, leaves, scales)
+                for item in self.program.inputs
+            ]
         )
 
     def _shared_weights(self) -> dict[str, Tensor]:
@@ -78,7 +102,9 @@ class CompiledCall:
 
         def reduce(grads: Sequence[Tensor | None]) -> None:
             if self.synced:
-                reduce_flat([(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups)
+                reduce_flat(
+                    [(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups
+                )
 
         found = share(reduce, [self.weights.attached(item) for item in trained])
         return {item.name: weight for item, weight in zip(trained, found, strict=True)}
@@ -92,28 +118,55 @@ class CompiledCall:
             return leaves[item.leaf] if self.differentiable else leaves[item.leaf].detach()
         if item.kind is InputKind.OFFSET:
             return torch.tensor(self.mesh.axis_index(item.axis, self.groups.rank) * item.stride)
-        if item.kind is InputKind.SCALE:
+        if item.kind in (InputKind.SCALE, InputKind.SEED):
             return scales[item.name]
-        raise CaptureError(f"the program asks for a {item.kind.value} input '{item.name}', which a call does not supply.")
+        raise CaptureError(
+            f"the program asks for a {item.kind.value} input '{item.name}', which a call does not supply."
+        )
+
+    def _seeds(self) -> dict[str, Tensor]:
+        """A new seed for each run, from rank 0's CPU generator, so that ``torch.manual_seed`` and saved states govern it."""
+        names = [item.name for item in self.program.inputs if item.kind is InputKind.SEED]
+        if not names:
+            return {}
+        seed = torch.randint(torch.iinfo(torch.int64).max, ())
+        if self.groups.control is not None:
+            dist.broadcast(seed, 0, group=self.groups.control)
+        return dict.fromkeys(names, seed)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
     def _microbatches(self, leaves: Sequence[Any]) -> list[tuple[Sequence[Any], dict[str, Tensor]]]:
         """The call cut into parts, and the step's valid tokens for each place that divides by them."""
         if self.parts == 1:
             return [(leaves, {})]
-        dims = {item.leaf: placed.dim for item in self.program.inputs if item.kind is InputKind.BATCH for axis, placed in item.placements if axis == "dp" and isinstance(placed, Shard)}
+        dims = {
+            item.leaf: placed.dim
+            for item in self.program.inputs
+            if item.kind is InputKind.BATCH
+            for axis, placed in item.placements
+            if axis == "dp" and isinstance(placed, Shard)
+        }
         cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in dims.items()}
-        parts = [[cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)]
+        parts = [
+            [cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)
+        ]
         scales = self._valid_tokens(parts)
         return [(part, scales) for part in parts]
 
     def _count_program(self) -> tuple[Executor, list[Output]] | None:
         """The part of the program that counts valid tokens, as a program of its own."""
         program = self.program
-        wanted = [(found, item) for found, item in zip(program.output_nodes(), program.outputs, strict=True) if item.what == NUM_VALID]
+        wanted = [
+            (found, item)
+            for found, item in zip(program.output_nodes(), program.outputs, strict=True)
+            if item.what == NUM_VALID
+        ]
         if not wanted:
             return None
-        module = GraphModule(program.graph_module, graphs.extract(program.graph, [found for found, _ in wanted if isinstance(found, Node)]))
+        module = GraphModule(
+            program.graph_module,
+            graphs.extract(program.graph, [found for found, _ in wanted if isinstance(found, Node)]),
+        )
         counting = replace(program, graph_module=module, outputs=[item for _, item in wanted], level=Level.MODEL)
         return Executor(counting, self.groups), [item for _, item in wanted]
 
@@ -122,10 +175,15 @@ class CompiledCall:
             return {}
         executor, outputs = self._counter
         scales = {item.name: torch.ones(()) for item in self.program.inputs if item.kind is InputKind.SCALE}
+        scales |= {
+            item.name: torch.zeros((), dtype=torch.int64) for item in self.program.inputs if item.kind is InputKind.SEED
+        }
         with torch.no_grad():
             counted = [executor([self._value(item, part, scales) for item in self.program.inputs]) for part in parts]
         found = {}
-        dtypes = {item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE}
+        dtypes = {
+            item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
+        }
         for item, counts in zip(outputs, zip(*counted, strict=True), strict=True):
             total = torch.stack(list(counts)).sum().to(torch.float64)
             if isinstance(dict(item.placements).get("dp"), Partial) and self.groups.size("dp") > 1:
@@ -166,15 +224,21 @@ class CompiledCall:
         program = self.program
         values: dict[int, Tensor] = {}
         for item, value in zip(program.outputs, outputs, strict=True):
+            if item.kind is OutputKind.LOSS:
+                _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
                 values[item.leaf] = self._attach(outputs, value, before_hand_out)
+            elif item.kind is OutputKind.USER and program.level is Level.STEP:
+                values[item.leaf] = value_only(value, [found.param for found in self.trained[:1]])
             elif item.kind in (OutputKind.LOSS, OutputKind.USER):
                 values[item.leaf] = value
         if -1 in values:
             return values[-1]
         if program.out_spec is None:
             raise CaptureError("the program does not know the return structure of the model; compile it from a model.")
-        return tree_unflatten([values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec)
+        return tree_unflatten(
+            [values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec
+        )
 
     def _attach(self, outputs: Sequence[Any], loss: Tensor, before_hand_out: Callable[[], None] | None) -> Tensor:
         """Put the gradients of a finished step behind its loss."""

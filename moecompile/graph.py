@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from . import meta
-from .compat import FakeTensor, FakeTensorMode, ShapeEnv, tree_map, without_new_symbols
+from .compat import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, rename_node, tree_map, without_new_symbols
 
 
 def fake_mode() -> FakeTensorMode:
@@ -43,6 +43,40 @@ def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensor
         return target(*fake_args, **fake_kwargs)
 
 
+def op_name(target: Any) -> str:
+    """What a value is called after the op that makes it: ``linear`` for ``aten.linear.default``."""
+    if isinstance(target, OpOverload):
+        return str(target.name()).split("::")[1].split(".")[0]
+    return str(getattr(target, "__name__", target)).split(".")[0]
+
+
+def element_name(source: Node, index: int) -> str:
+    """What an element of a tuple is called: the name in the op's schema, such as ``row_map``, else after its source."""
+    if isinstance(source.target, OpOverload):
+        returns = source.target._schema.returns
+        if index < len(returns) and returns[index].name:
+            return str(returns[index].name)
+    return f"{source.name}_at{index}"
+
+
+def tidy_names(graph: Graph) -> None:
+    """Name elements of tuples after what they are; every other node is named after its op when it is made.
+
+    A name that fits stays, so that one inserted node changes one line of the text.
+    """
+    renamed: dict[str, str] = {}
+    for node in graph.nodes:
+        source, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (None, None)
+        if node.name.startswith("getitem") and isinstance(source, Node) and isinstance(index, int):
+            before = node.name
+            rename_node(node, element_name(source, index))
+            renamed[before] = node.name
+    for node in graph.nodes if renamed else ():
+        twin = meta.twin(node)
+        if twin in renamed:
+            meta.set_twin(node, renamed[twin])
+
+
 def call(
     graph: Graph,
     target: Callable[..., Any],
@@ -52,11 +86,11 @@ def call(
     **kwargs: Any,
 ) -> Node:
     """Insert a call at the graph's insertion point; its value is computed, its module and source are those of ``like``."""
-    node = graph.call_function(target, args, kwargs)
+    node = graph.create_node("call_function", target, args, kwargs, name=op_name(target))
     if like is not None:
         node.meta = meta.copy_meta(like)
         node.meta.pop("val", None)
-        meta.set_placements(node, {})
+        meta.clear_placements(node)
     node.meta["val"] = compute(target, args, kwargs, mode or mode_of(graph))
     return node
 
@@ -65,7 +99,7 @@ def unpack(graph: Graph, node: Node) -> list[Node]:
     """``getitem`` nodes for each element of a node that returns a tuple."""
     made = []
     for index, item in enumerate(meta.value(node)):
-        got = graph.call_function(operator.getitem, (node, index))
+        got = graph.create_node("call_function", operator.getitem, (node, index), name=element_name(node, index))
         got.meta = meta.copy_meta(node)
         got.meta["val"] = item
         made.append(got)

@@ -51,8 +51,18 @@ def placements(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.meta.get(_PLACEMENTS, {}))
 
 
+def has_placements(node: Node) -> bool:
+    """Whether placements were recorded; nodes that autograd made have none."""
+    return _PLACEMENTS in node.meta
+
+
 def set_placements(node: Node, found: dict[str, Any]) -> None:
     node.meta[_PLACEMENTS] = dict(found)
+
+
+def clear_placements(node: Node) -> None:
+    """Forget where a node lives: it is not known."""
+    node.meta.pop(_PLACEMENTS, None)
 
 
 def direction(node: Node) -> Direction:
@@ -79,6 +89,23 @@ def module_path(node: Node) -> str:
     for entry in stack.values():
         path = entry[0]
     return path
+
+
+def set_module_path(node: Node, path: str) -> None:
+    """Place a node in a module and in all that enclose it; what they were called in the user's code is not known."""
+    words = path.split(".") if path else []
+    prefixes = [".".join(words[: end + 1]) for end in range(len(words))]
+    node.meta["nn_module_stack"] = {prefix: (prefix, "") for prefix in prefixes}
+
+
+def move_modules(node: Node, old: str, new: str) -> None:
+    """Let a copy of a layer say that it is the layer ``new``, where the original says ``old``."""
+
+    def moved(path: str) -> str:
+        return new + path[len(old) :] if path == old or path.startswith(old + ".") else path
+
+    stack = node.meta.get("nn_module_stack") or {}
+    node.meta["nn_module_stack"] = {key: (moved(entry[0]), *entry[1:]) for key, entry in stack.items()}
 
 
 def module_paths(node: Node) -> list[str]:

@@ -70,7 +70,7 @@ class PassContext:
 
 @dataclass(frozen=True)
 class Pass(abc.ABC):
-    """One rewrite. Subclasses are frozen dataclasses; their fields are the options of the text form.
+    """One rewrite. Subclasses are frozen dataclasses; their fields are the options of the text form, each with a default.
 
     ``run`` changes the graph (and ``ctx.program.inputs`` and ``outputs``) and returns the number of rewrites; with 0 the
     graph's text is what it was. Linting, verification, timing and history belong to the pipeline.
@@ -81,6 +81,7 @@ class Pass(abc.ABC):
     requires: ClassVar[frozenset[Fact]] = frozenset()
     provides: ClassVar[frozenset[Fact]] = frozenset()
     removes: ClassVar[frozenset[Fact]] = frozenset()
+    excludes: ClassVar[frozenset[Fact]] = frozenset()  # facts that must not hold yet
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     scope: ClassVar[Scope] = Scope.PROGRAM
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from torch.fx import Graph
 
 from . import graph as graphs
-from .errors import PassError, VerifyError
+from .errors import MoeCompileError, PassError, VerifyError
 from .pass_base import Fact, Pass, PassContext
-from .printer import graph_text
+from .printer import graph_text, saved_text
 from .program import HistoryEntry, Level, Program
-from .verify import verify_program
+from .verify import verify_program, verify_values
 
 PassTable = Mapping[str, type[Pass]]
 _ITEM = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
+
+
+# ---- text --------------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str, table: PassTable) -> tuple[Pass, ...]:
@@ -27,7 +32,7 @@ def parse(text: str, table: PassTable) -> tuple[Pass, ...]:
     at = 0
     while at < len(text):
         found = _ITEM.match(text, at)
-        if found is None:
+        if found is None or (found.group(3) and not text[found.end() :].strip()):
             raise PassError(
                 f"pipeline: cannot read '{text[at : at + 30]}' at position {at}; write name or name{{key=value}}, separated by commas."
             )
@@ -45,10 +50,12 @@ def _options(name: str, text: str | None) -> dict[str, str]:
     for part in (text or "").split(","):
         if not part.strip():
             continue
-        key, equals, raw = part.partition("=")
+        key, equals, raw = (word.strip() for word in part.partition("="))
         if not equals:
-            raise PassError(f"{name}: option '{part.strip()}' has no value; write {part.strip()}=VALUE.")
-        options[key.strip()] = raw.strip()
+            raise PassError(f"{name}: option '{key}' has no value; write {key}=VALUE.")
+        if key in options:
+            raise PassError(f"{name}: option '{key}' is given twice; keep one of {options[key]} and {raw}.")
+        options[key] = raw
     return options
 
 
@@ -57,27 +64,50 @@ def to_text(passes: Sequence[Pass]) -> str:
     return ",".join(item.text for item in passes)
 
 
+# ---- order -------------------------------------------------------------------------------------------------------------
+
+
 def check_order(
     passes: Sequence[Pass], table: PassTable, facts: frozenset[Fact] = frozenset(), level: Level = Level.MODEL
 ) -> None:
-    """Raise a PassError if some pass would find a fact missing or the wrong level; nothing has run by then."""
-    held = set(facts)
+    """Raise a PassError if some pass would find a fact missing, a fact too early or the wrong level; nothing has run by then."""
+    held = frozenset(facts)
     for item in passes:
-        if item.level is not None and item.level is not level:
-            side = "after" if item.level is Level.STEP else "before"
-            raise PassError(
-                f"pipeline: '{item.name}' works on the {item.level.name.lower()} graph; put it {side} 'differentiate'."
-            )
-        for fact in sorted(item.requires - held, key=lambda one: one.name):
-            givers = [name for name, kind in table.items() if fact in kind.provides] or ["no pass"]
-            raise PassError(
-                f"pipeline: '{item.name}' needs the fact {fact.name} ({fact.value}), which does not hold there; "
-                f"put {' or '.join(givers)} before it."
-            )
-        held |= item.provides
-        held -= item.removes
+        _check_place(item, table, held, level)
+        held = (held | item.provides) - item.removes
         if Fact.DIFFERENTIATED in item.provides:
             level = Level.STEP
+
+
+def _check_place(item: Pass, table: PassTable, held: frozenset[Fact], level: Level) -> None:
+    """One pass, given what holds where it stands."""
+    if item.level is not None and item.level is not level:
+        side = "after" if item.level is Level.STEP else "before"
+        raise PassError(f"pipeline: '{item.name}' works on the {item.level.name.lower()} graph; put it {side} 'differentiate'.")
+    for fact in _sorted(item.requires - held):
+        raise PassError(
+            f"pipeline: '{item.name}' needs the fact {fact.name} ({fact.value}), which does not hold there; "
+            f"put {_givers(fact, table)} before it."
+        )
+    for fact in _sorted(item.excludes & held):
+        raise PassError(
+            f"pipeline: '{item.name}' cannot run once the fact {fact.name} holds ({fact.value}); put it before {_givers(fact, table)}."
+        )
+    if item.provides and item.provides <= held:
+        fact = _sorted(item.provides)[0]
+        raise PassError(f"pipeline: '{item.name}' would run twice, since {fact.name} holds ({fact.value}); leave it out there.")
+
+
+def _sorted(facts: frozenset[Fact]) -> list[Fact]:
+    return sorted(facts, key=lambda one: one.name)
+
+
+def _givers(fact: Fact, table: PassTable) -> str:
+    names = [f"'{name}'" for name, kind in table.items() if fact in kind.provides]
+    return " or ".join(names) or "a pass that provides it"
+
+
+# ---- running -----------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -88,20 +118,31 @@ def run(
     check: bool = True,
     record_text: bool = True,
     on_pass: Callable[[Program, Pass], None] | None = None,
+    dump_dir: str | os.PathLike[str] | None = None,
 ) -> Program:
-    """Run ``passes`` over ``program`` in place, verifying after each; returns it with its history."""
+    """Run ``passes`` over ``program`` in place, verifying after each; returns it with its history.
+
+    ``dump_dir``: a folder for the program after each pass that changed it, numbered, as files that `moecompile.load` reads.
+    When a pass or its verification fails, the program before it, the rest of the pipeline and the plan are left in a folder
+    there, which the error names.
+    """
     check_order(passes, table, program.facts, program.level)
+    graphs.tidy_names(program.graph)
+    dump = _Dump(program, Path(dump_dir)) if dump_dir is not None else None
     ctx = PassContext(program, graphs.mode_of(program.graph))
     before = graph_text(program) if record_text else ""
-    for item in passes:
+    for at, item in enumerate(passes):
         start, nodes_before = time.perf_counter(), len(program.graph.nodes)
-        rewrites = item.run(program.graph_module, ctx)
-        program.facts = (program.facts | item.provides) - item.removes
-        if Fact.DIFFERENTIATED in item.provides:
-            program.level = Level.STEP
-        ctx.mode = graphs.mode_of(program.graph)
-        if check:
-            _verify(program, item)
+        try:
+            rewrites = _apply(program, item, ctx)
+            verify_start = time.perf_counter()
+            if check:
+                _verify(program, item, last=at == len(passes) - 1)
+        except Exception as error:
+            if dump is not None:
+                dump.reproducer(error, passes[at:], at)
+            raise
+        verify_seconds = time.perf_counter() - verify_start
         after = graph_text(program) if record_text else ""
         program.history.append(
             HistoryEntry(
@@ -113,19 +154,35 @@ def run(
                 ops=op_counts(program.graph),
                 text=after,
                 diff=_diff(before, after),
+                verify_seconds=verify_seconds,
             )
         )
         before = after
+        program.pipeline = ",".join(filter(None, (program.pipeline, item.text)))
+        if dump is not None:
+            dump.after(item, at)
         if on_pass is not None:
             on_pass(program, item)
-    program.pipeline = ",".join(filter(None, (program.pipeline, to_text(passes))))
     program.graph_module.recompile()
     return program
 
 
-def _verify(program: Program, item: Pass) -> None:
+def _apply(program: Program, item: Pass, ctx: PassContext) -> int:
+    """Run one pass and bring facts, level and names up to date."""
+    rewrites = item.run(program.graph_module, ctx)
+    program.facts = (program.facts | item.provides) - item.removes
+    if Fact.DIFFERENTIATED in item.provides:
+        program.level = Level.STEP
+    graphs.tidy_names(program.graph)
+    ctx.mode = graphs.mode_of(program.graph)
+    return rewrites
+
+
+def _verify(program: Program, item: Pass, *, last: bool) -> None:
     try:
         verify_program(program)
+        if last:
+            verify_values(program)
     except VerifyError as error:
         done = ", ".join(entry.pass_text for entry in program.history) or "nothing"
         raise VerifyError(f"after pass '{item.text}' (run before it: {done}): {error}") from error
@@ -139,3 +196,46 @@ def op_counts(graph: Graph) -> tuple[tuple[str, int], ...]:
 
 def _diff(before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
+
+
+# ---- dumps -------------------------------------------------------------------------------------------------------------
+
+
+class _Dump:
+    """Writes programs into one folder. A failing pass leaves a half-rewritten graph, so the text before it is kept."""
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        self.program, self.folder = program, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.before = saved_text(program)
+        self._write("00-captured.py", self.before)
+
+    def after(self, item: Pass, at: int) -> None:
+        """The program after one pass, if it is another one."""
+        now = saved_text(self.program)
+        if _without_header(now) != _without_header(self.before):
+            self._write(f"{at + 1:02d}-{item.name}.py", now)
+        self.before = now
+
+    def reproducer(self, error: Exception, rest: Sequence[Pass], at: int) -> None:
+        """Everything to see the failure again; the error says where it is."""
+        folder = f"{at + 1:02d}-{rest[0].name}-failed"
+        (self.folder / folder).mkdir(exist_ok=True)
+        self._write(f"{folder}/before.py", self.before)
+        self._write(f"{folder}/pipeline.txt", to_text(rest) + "\n")
+        self._write(f"{folder}/plan.toml", self.program.plan.to_toml())
+        self._write(f"{folder}/error.txt", f"{type(error).__name__}: {error}\n")
+        where = f"The program before '{rest[0].text}', the pipeline and the plan are in {self.folder / folder}."
+        if isinstance(error, MoeCompileError) and error.args:
+            error.args = (f"{error.args[0]} {where}", *error.args[1:])
+        else:
+            error.add_note(where)
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+
+def _without_header(text: str) -> str:
+    """The function and what describes it; pipeline and facts change with every pass."""
+    kept = [line for line in text.splitlines() if not line.startswith(("# level", "# facts", "    'pipeline'"))]
+    return re.sub(r"    'facts': \[.*?\],\n", "", "\n".join(kept), flags=re.DOTALL)

@@ -196,6 +196,17 @@ class Plan:
                 raise _unsupported(name, getattr(self, name), f"no pipeline stages; leave {name} out")
         if self.dispatch not in ("alltoall", "allgather"):
             raise _unsupported("dispatch", self.dispatch, "the backends 'alltoall' and 'allgather'; use one of them")
+        for name in ("balance_scope", "capacity_scope"):
+            if getattr(self, name) != "global":
+                raise _unsupported(name, getattr(self, name), f"the meaning of one process only; leave {name} out")
+        if self.reduce_dtype is not None:
+            raise _unsupported(
+                "reduce_dtype", self.reduce_dtype, "gradients reduced in their own type; leave reduce_dtype out"
+            )
+        if self.overrides:
+            raise _unsupported(
+                "overrides", dict(self.overrides), "placements that follow from the plan; leave overrides out"
+            )
 
     def to_toml(self) -> str:
         """The whole plan as TOML; `Plan.from_toml` of it equals this plan."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from .compat import TreeSpec
 from .mesh import Mesh
 from .placement.types import Placement, Shard
 from .plan import Plan
-from .printer import program_text
+from .printer import program_text, saved_text
 
 
 class Level(enum.Enum):
@@ -101,7 +103,10 @@ class Output:
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """What one pass did: its text form, number of rewrites, node counts, seconds, text and diff of the graph."""
+    """What one pass did: its text form, number of rewrites, node counts, seconds, text and diff of the graph.
+
+    ``seconds`` is all of it, ``verify_seconds`` the part that the verifier took.
+    """
 
     pass_text: str
     rewrites: int
@@ -111,6 +116,7 @@ class HistoryEntry:
     ops: tuple[tuple[str, int], ...]
     text: str = ""
     diff: str = ""
+    verify_seconds: float = 0.0
 
 
 @dataclass
@@ -148,3 +154,14 @@ class Program:
 
     def __str__(self) -> str:
         return program_text(self)
+
+    def text(self, *, sources: bool = False) -> str:
+        """The program as runnable Python; ``sources`` adds file and line of the user's code behind each node."""
+        return program_text(self, sources=sources)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program as a Python file that `moecompile.load` reads back, also after edits by hand.
+
+        Raises CaptureError if the model returns constants that have no text form.
+        """
+        Path(path).write_text(saved_text(self), encoding="utf-8")

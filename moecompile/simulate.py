@@ -81,6 +81,8 @@ def _value(model: nn.Module, program: Program, item: Input, rank: int, leaves: S
         return leaves[item.leaf]
     if item.kind is InputKind.OFFSET:
         return torch.tensor(mesh.axis_index(item.axis, rank) * item.stride)
+    if item.kind is InputKind.SEED:
+        return torch.tensor(torch.initial_seed() % 2**63)
     raise PlanError(f"the program needs a {item.kind.value} input '{item.name}', which simulate_ranks does not supply.")
 
 

@@ -51,19 +51,27 @@ class _Step(torch.autograd.Function):
         return (None, None, *ctx.result.take(grads[0]))
 
 
-class _Detached(torch.autograd.Function):
-    """Any other output of a step: its value is there, its gradient is not."""
+class _ValueOnly(torch.autograd.Function):
+    """Any other output of a step: its value is there, its gradient is not, and asking for it must not give zero."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, parameter: Tensor) -> Tensor:
-        return value.clone()
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         raise RuntimeError(
-            "backward was called through an output other than the loss of a call that ran its whole step; derive from the loss, "
-            "or call a model that returns no loss."
+            "backward went through an output other than the loss of a call that ran its whole step, where only the loss has "
+            "gradients; compute that term inside the model or in loss_fn, or detach the output."
         )
+
+
+def value_only(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """An output from which nothing can be derived."""
+    if not parameters or not value.is_floating_point():
+        return value
+    found: Tensor = _ValueOnly.apply(value, parameters[0])  # type: ignore[no-untyped-call]
+    return found
 
 
 def attach(result: StepResult, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:

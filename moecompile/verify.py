@@ -109,3 +109,7 @@ def _check_meta(program: Program) -> None:
                 raise VerifyError(
                     f"{node.name} and {other} share one meta['{key}']; copy it with meta.copy_meta().{_context(node)}"
                 )
+
+
+def verify_values(program: Program) -> None:
+    """Compute every value again and compare; once, after the last pass."""

@@ -13,6 +13,7 @@ from .lower_ops import LowerOps
 from .normalize_loss import NormalizeLoss
 from .recognize_moe import RecognizeMoe
 from .record_metrics import RecordMetrics
+from .seed_random import SeedRandom
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .sync_grads import SyncGrads
@@ -21,6 +22,7 @@ from .sync_loss import SyncLoss
 ALL_PASSES: tuple[type[Pass], ...] = (
     RecognizeMoe,
     CastRouter,
+    SeedRandom,
     NormalizeLoss,
     RecordMetrics,
     ShardDense,
@@ -35,6 +37,6 @@ PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
-    "recognize-moe,normalize-loss,record-metrics,shard-dense,shard-experts,insert-dispatch,"
+    "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-experts,insert-dispatch,"
     "differentiate,sync-loss,sync-grads,lower-ops"
 )

@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from moecompile import graph as graphs
 from moecompile import meta
-from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import Input, InputKind, Output, OutputKind
 
@@ -35,14 +34,13 @@ class NormalizeLoss(Pass):
 
     name: ClassVar[str] = "normalize-loss"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
+    excludes: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_SHARDED})  # it counts the tokens of the whole batch
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         parts = ctx.plan.microbatches
         if parts == 1:
             return 0
-        if Fact.TOKENS_SHARDED in ctx.program.facts:
-            raise PassError("normalize-loss: the graph is one rank's already; put normalize-loss before shard-dense.")
         program = ctx.program
         at = next((i for i, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS), None)
         results: list[Any] = program.output_nodes()
@@ -87,7 +85,9 @@ def _means(graph: Graph, loss: Node, trained: set[Node]) -> list[Node]:
 
 
 def _reduction(node: Node) -> int:
-    return int(node.args[3]) if len(node.args) > 3 else int(node.kwargs.get("reduction", _MEAN))  # type: ignore[call-overload, no-any-return]
+    """0 none, 1 mean, 2 sum, as torch numbers them."""
+    found: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", _MEAN)
+    return int(found)
 
 
 def _count(graph: Graph, mean: Node, ctx: PassContext) -> Node:

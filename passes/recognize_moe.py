@@ -3,13 +3,12 @@
 Before:  topk -> a loop over experts, masks, one-hot products, ... -> weighted sum
 After:   topk -> permute -> grouped_linear -> activation -> grouped_linear -> unpermute
 
-The weights of E separate experts become one input ``[E, ...]`` that names the E parameters.  A layer that is in ``moe::``
-ops already is only recorded.
+The weights of E separate experts become one input ``[E, ...]`` that names the E parameters.  A layer that is in
+``moe::`` ops already is only recorded.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,7 +53,8 @@ class RecognizeMoe(Pass):
         _refuse_unread_experts(graph.graph)
         if not program.layers and ctx.mesh.size("ep") > 1:
             raise CaptureError(
-                f"recognize-moe: the model has no MoE layer, and ep={ctx.mesh.size('ep')} needs one; use ep=1. The {ACCEPTED}."
+                f"recognize-moe: the model has no MoE layer, and ep={ctx.mesh.size('ep')} needs one; use ep=1; "
+                f"{ACCEPTED}."
             )
         return len(layers)
 
@@ -113,7 +113,9 @@ class _Writer:
     def _probs(self, node: Node, ids: Node) -> Node:
         """Weights ``[T, K]``; from ``[T, E]`` the chosen ones are picked."""
         choice, count = self.layer.choice, meta.tensor(node).numel()
-        if count == choice.num_tokens * choice.top_k and (choice.top_k == 1 or meta.tensor(node).shape[-1] == choice.top_k):
+        if count == choice.num_tokens * choice.top_k and (
+            choice.top_k == 1 or meta.tensor(node).shape[-1] == choice.top_k
+        ):
             return self._matrix(node, [choice.num_tokens, choice.top_k])
         return self._call(aten.gather.default, self._matrix(node, [choice.num_tokens, choice.num_options]), 1, ids)
 
@@ -124,7 +126,8 @@ class _Writer:
         for index, step in enumerate(steps):
             self.per_expert[index] = not step.on_rows and any(self._is_per_expert(ref) for ref in step.refers())
             self.values[index] = self._on_rows(step) if step.on_rows else self._on_weights(step)
-        return self._value(self.layer.body.result)
+        result: Node = self._value(self.layer.body.result)
+        return result
 
     def _value(self, ref: Any) -> Any:
         if isinstance(ref, Leaf):
@@ -150,7 +153,8 @@ class _Writer:
         if step.target is PRODUCT:
             return self._product(step)
         if step.target is aten.alias.default:  # where the routing weight stood
-            return self._value(step.args[0])  # type: ignore[no-any-return]
+            moved: Node = self._value(step.args[0])
+            return moved
         if step.target in NORMS and any(self._is_per_expert(ref) for ref in step.args):
             return self._norm(step)
         args = [self._spread(arg, step) if self._is_per_expert(arg) else self._value(arg) for arg in step.args]
@@ -161,7 +165,12 @@ class _Writer:
         grouped = self._is_per_expert(weight)
         joined = bias is not None and self._is_per_expert(bias) == grouped
         args = [self._value(rows)] + ([self.counts] if grouped else []) + [self._value(weight)]
-        made = self._call(ops.grouped_linear if grouped else aten.linear.default, *args, *([self._value(bias)] if joined else []), like=step.node)
+        made = self._call(
+            ops.grouped_linear if grouped else aten.linear.default,
+            *args,
+            *([self._value(bias)] if joined else []),
+            like=step.node,
+        )
         if bias is None or joined:
             return made
         return self._call(aten.add.Tensor, made, self._spread(bias, step), like=step.node)
@@ -171,9 +180,9 @@ class _Writer:
 
         As a linear layer whose input is always 1, it goes wherever the experts go, and so does its gradient.
         """
-        weight = self._value(ref)
+        weight: Node = self._value(ref)
         if not self._is_per_expert(ref):
-            return weight  # type: ignore[no-any-return]
+            return weight
         found = meta.tensor(weight)
         one = self._call(aten.slice.Tensor, self.rows, 1, 0, 1, like=step.node)
         one = self._call(aten.ones_like.default, one, dtype=found.dtype, like=step.node)
@@ -208,7 +217,10 @@ class _Writer:
         self.params += [name for node in (first.node, *graphs.ancestors(first.node)) for name in self._names(node)]
         with self.graph.inserting_before(self.layer.match.result):
             if first.kind == "stacked" and first.index:
-                order = [first.index, *(dim for dim in range(meta.tensor(first.node).dim()) if dim != first.index)]
+                order = [
+                    first.index,
+                    *(dim for dim in range(meta.tensor(first.node).dim()) if dim != first.index),
+                ]
                 return self._call(aten.permute.default, first.node, order)
             if first.kind == "block":
                 return self._call(aten.reshape.default, first.node, [self.layer.num_experts, *first.shape])
@@ -222,13 +234,17 @@ class _Writer:
         items = [self.inputs.get(source.node) for source in sources]
         described = [item for item in items if item is not None and item.fqns]
         if len(described) != len(sources) or any(len(item.fqns) != 1 for item in described):
-            raise CaptureError(f"recognize-moe: {meta.where(sources[0].node)} is an expert weight that is no parameter of its own; store it as one.")
+            raise CaptureError(
+                f"recognize-moe: {meta.where(sources[0].node)} is an expert weight that is no parameter of its own; store "
+                "it as one."
+            )
         kinds, frees = {item.kind for item in described}, {item.requires_grad for item in described}
         names = tuple(item.fqns[0] for item in described)
         self.params += names
         if len(kinds) > 1 or len(frees) > 1:
             raise CaptureError(
-                f"recognize-moe: {', '.join(names)} are stacked into one weight, but only some of them require gradients; freeze all experts or none."
+                f"recognize-moe: {', '.join(names)} are stacked into one weight, but only some of them require "
+                "gradients; freeze all experts or none."
             )
         program, first = self.ctx.program, sources[0].node
         at = program.placeholders().index(first)
@@ -239,7 +255,13 @@ class _Writer:
             found = meta.tensor(first)
             node.meta["val"] = torch.empty((len(sources), *found.shape), dtype=found.dtype, device=found.device)
             node.meta["val"].requires_grad_(described[0].requires_grad)
-        made = Input(described[0].kind, node.name, names, (len(sources), *described[0].shape), requires_grad=described[0].requires_grad)
+        made = Input(
+            described[0].kind,
+            node.name,
+            names,
+            (len(sources), *described[0].shape),
+            requires_grad=described[0].requires_grad,
+        )
         program.inputs.insert(at, made)
         self.replaced += [source.node for source in sources]
         self.inputs[node] = made
@@ -266,8 +288,8 @@ def _drop_inputs(replaced: list[Node], ctx: PassContext) -> None:
         if node.users:
             user = next(iter(node.users))
             raise CaptureError(
-                f"recognize-moe: the expert parameter {items[node].fqns[0]} is also used at {meta.where(user)}, so it cannot live on "
-                f"one rank only; give that place a parameter of its own, or compute it after the step."
+                f"recognize-moe: the expert parameter {items[node].fqns[0]} is also used at {meta.where(user)}, so it cannot "
+                "live on one rank only; give that place a parameter of its own, or compute it after the step."
             )
         del items[node]
         program.graph.erase_node(node)
@@ -281,8 +303,8 @@ def _refuse_unread_experts(graph: Graph) -> None:
             continue
         if any(isinstance(size, torch.SymInt) for size in graphs.symbolic_sizes(node.meta.get("val"))):
             raise CaptureError(
-                f"recognize-moe: {meta.where(node)} computes on rows picked by their values, and this is not recognised as an MoE "
-                f"layer; {ACCEPTED}."
+                f"recognize-moe: {meta.where(node)} computes on rows picked by their values, and this is not recognised as "
+                f"an MoE layer; {ACCEPTED}."
             )
 
 
@@ -306,9 +328,12 @@ def _canonical_record(permute: Node, inputs: dict[Node, Input]) -> dict[str, Any
 
 def _module_of(*nodes: Node) -> str:
     """The innermost module that all nodes are in."""
-    return os.path.commonprefix([meta.module_path(node).split(".") for node in nodes]) and ".".join(
-        os.path.commonprefix([meta.module_path(node).split(".") for node in nodes])
-    )
+    common = []
+    for parts in zip(*(meta.module_path(node).split(".") for node in nodes), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
 
 
 def _common_name(names: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ the expert dim are cut, smaller ones stay whole and their product is sliced. Doe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -97,9 +97,8 @@ def _rebuild(graph: Graph, walk: Sharder, weights: set[Node], cut: set[Node]) ->
                     f"ep > 1; compute it from the model's parameters after the step, or use ep=1."
                 )
             walk.keep(node, walk.env.__getitem__)
-    walk.graph.output(
-        tuple(walk.env[found] if isinstance(found, Node) else found for found in graph.output_node().args[0])
-    )  # type: ignore[union-attr]
+    results: Any = graph.output_node().args[0]
+    walk.graph.output(tuple(walk.env[found] if isinstance(found, Node) else found for found in results))
 
 
 def _reached(walk: Sharder, node: Node) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecompile import meta
-from moecompile.compat import OpOverload, has_autocast_rule
+from moecompile.compat import OpOverload, TorchDispatchMode, has_autocast_rule
 from moecompile.graph import map_nodes
 
 _TO_COPY = torch.ops.aten._to_copy.default

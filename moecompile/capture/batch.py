@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from moecompile.compat import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from moecompile.errors import CaptureError
 
 

@@ -11,7 +11,6 @@ import operator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -22,7 +21,7 @@ from moecompile.capture.autocast import Autocast, input_casts
 from moecompile.capture.functional import Handle
 from moecompile.capture.identities import as_conversion, is_identity
 from moecompile.capture.watch import storage_key
-from moecompile.compat import OpOverload
+from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload
 from moecompile.errors import CaptureError
 
 aten = torch.ops.aten
@@ -78,7 +77,7 @@ class Builder:
     # One node ----------------------------------------------------------------------------------------------------
 
     def _copy(self, module: GraphModule, node: Node, env: dict[Node, Any]) -> Any:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return self._region(module, node, env)
         if node.target is operator.getitem:
             return self._element(node, env)
@@ -124,7 +123,11 @@ class Builder:
     def _in_place(self, node: Node, env: dict[Node, Any]) -> Handle:
         handle: Handle = env[node.args[0]]  # type: ignore[index]
         here = self._value(handle)
-        if not self.grad_enabled and here in self._differentiable and here not in self._without_grad:
+        # torch.nn.utils.parametrize sets a parameter to itself.
+        if node.target is aten.set_.source_Tensor and here is self._value(env[node.args[1]]):  # type: ignore[index]
+            return handle
+        hidden = self.track_grad and not self.grad_enabled and here not in self._without_grad
+        if hidden and here in self._differentiable:
             raise CaptureError(
                 f"{meta.source(node)}: a tensor that carries a gradient is changed in place under no_grad "
                 f"({node.target}), so that value and gradient disagree; compute a new tensor instead."

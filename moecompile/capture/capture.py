@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moecompile import graph as ir
 from moecompile.capture.batch import leaf_names
@@ -25,7 +23,7 @@ from moecompile.capture.lift import Lifter, first_names
 from moecompile.capture.loop_capture import LoopCapture
 from moecompile.capture.results import Results
 from moecompile.capture.watch import watched
-from moecompile.compat import reparametrize_module
+from moecompile.compat import FakeTensorMode, TreeSpec, reparametrize_module, tree_flatten, tree_unflatten
 
 _ROOT = "model"  # attribute of the traced module that holds the user's model
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from moecompile.compat import TreeSpec, tree_unflatten
 from moecompile.program import Input, Output
 
 

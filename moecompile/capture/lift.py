@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import TreeSpec
 
 from moecompile import graph as ir
 from moecompile import meta
@@ -19,6 +17,7 @@ from moecompile.capture.captured import Captured
 from moecompile.capture.causal_mask import use_causal_attention
 from moecompile.capture.functional import Handle
 from moecompile.capture.results import Results
+from moecompile.compat import FakeTensorMode, TreeSpec
 from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind
 

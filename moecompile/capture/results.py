@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
 
+from moecompile.capture.hf_cache import is_cache, register_cache
+from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
 from moecompile.program import Output, OutputKind
 
@@ -30,6 +31,9 @@ class Results:
     def collect(self, output: Any, loss: Any, has_loss_fn: bool, model: str) -> tuple[torch.Tensor, ...]:
         """The tensors of ``output``, after ``loss`` where a loss function made it; the rest is noted here."""
         leaves, self.out_spec = tree_flatten(output)
+        if any(is_cache(leaf) for leaf in leaves):
+            register_cache()
+            leaves, self.out_spec = tree_flatten(output)
         _check_leaves(leaves, model)
         self.template = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         self.outputs = [Output(OutputKind.LOSS, name="loss")] if has_loss_fn else []

@@ -83,10 +83,12 @@ def _refuse_assignment(root: nn.Module, module: nn.Module, name: str, line: str)
 def _assignments_refused(root: nn.Module) -> Iterator[None]:
     """Catch ``module.name = tensor`` and ``register_buffer`` in every module of ``root``."""
     members = {id(module) for module in root.modules()}
+    # Parametrizations (adapters on expert weights) take a parameter out for the time of a forward and put it back.
+    own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     plain_setattr, plain_register = nn.Module.__setattr__, nn.Module.register_buffer
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
-        if id(self) in members and isinstance(value, torch.Tensor):
+        if id(self) in members and isinstance(value, torch.Tensor) and id(value) not in own:
             _refuse_assignment(root, self, name, current_line())
         plain_setattr(self, name, value)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from moecompile import api
+from moecompile import pipeline as pipelines
 from moecompile.errors import PlanError, VerifyError
-from moecompile.passes import PASSES
+from moecompile.passes import PASSES, STEP
 from moecompile.plan import Plan
+from moecompile.program import Program
 from moecompile.runtime.launcher import RankPool
 
 from . import corpus, flops, models, show, worker
+from .layer_text import layer_text
 from .worker import Job, StepReport, Trainer
 
 # Largest difference of the two losses that the order of sums explains over the demo's steps, by type of the weights.
@@ -85,7 +88,9 @@ def run_demo(settings: Settings, console: Console | None = None) -> Curves:
         reference = Trainer(job) if settings.reference else None
         curves = _train(settings, pool, reference, speed, console)
         last = pool.run(worker.finish)[0]
-    show.end(console, last)
+    if last:
+        console.print(show.load_table(last))
+    show.rewritten_layer(console, layer_text(_model_level(job)))
     path = settings.out / "loss.png"
     show.save_plot(path, curves.losses, curves.reference, f"{models.MODELS[job.model].what}, {job.plan}")
     console.print(_summary(settings, curves, path))
@@ -138,6 +143,14 @@ def _check(settings: Settings, number: int, reports: list[StepReport], curves: C
             f"demo: at step {number} the loss is {ours!r} on {settings.plan.world_size} ranks and {theirs!r} in one process; the "
             f"difference must stay within {settings.allowed:g}, which the order of sums explains."
         )
+
+
+def _model_level(job: Job) -> Program:
+    """The program of one rank up to the pass that derives the backward."""
+    names = [item.name for item in pipelines.parse(STEP, PASSES)]
+    plan = replace(job.plan, passes=",".join(names[: names.index("differentiate")]))
+    window = corpus.windows(corpus.load(), 0, job.batch // plan.num_data_ranks, job.seq_len)
+    return api.trace(worker.build(job), plan, models.MODELS[job.model].call(window))
 
 
 class _Speed:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.syntax import Syntax
 from rich.table import Table
 
-from .worker import EndReport
+from .layer_text import LEGEND
 
 
 def progress_bar(console: Console) -> Progress:
@@ -53,13 +53,10 @@ def load_table(load: dict[str, list[int]]) -> Table:
     return table
 
 
-def end(console: Console, report: EndReport) -> None:
-    """The expert load and the rewritten layer."""
-    if report.load:
-        console.print(load_table(report.load))
-    if report.layer:
-        console.print("\nThe first MoE layer as the passes left it: placements on (dp | ep), bytes that one rank sends\n")
-        console.print(Syntax(report.layer, "python", background_color="default", word_wrap=True))
+def rewritten_layer(console: Console, text: str) -> None:
+    """The first MoE layer's forward."""
+    console.print(f"\nThe first MoE layer after the passes; {LEGEND}\n", highlight=False)
+    console.print(Syntax(text, "python", background_color="default", word_wrap=True))
 
 
 def save_plot(path: Path, losses: Sequence[float], reference: Sequence[float], title: str) -> None:

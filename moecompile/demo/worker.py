@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from moecompile import api
 from moecompile.plan import Plan
 
 from . import corpus, models
-from .layer_text import layer_text
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,6 @@ class StartReport:
     seconds: float
     parameters: int
     nodes: int
-
-
-@dataclass(frozen=True)
-class EndReport:
-    """What is shown of the trained model."""
-
-    load: dict[str, list[int]] = field(default_factory=dict)
-    layer: str = ""
 
 
 def build(job: Job) -> nn.Module:
@@ -119,13 +110,7 @@ def step(rank: int, number: int) -> StepReport:
     return _trainer.step(number)
 
 
-def finish(rank: int) -> EndReport:
-    """Expert load of the last step and the text of the first MoE layer, the same on every rank."""
+def finish(rank: int) -> dict[str, list[int]]:
+    """Tokens per expert of the last step by MoE layer, over all ranks."""
     assert _trainer is not None, "start() comes first"
-    load = {name: [int(count) for count in found] for name, found in expert_load(_trainer.model).items()}
-    return EndReport(load, layer_text(_trainer.model.program) if rank == 0 else "")
-
-
-def expert_load(model: Any) -> dict[str, Any]:
-    """Tokens per expert of the latest step by MoE layer, over all ranks."""
-    return {name: found.tokens_per_expert for name, found in api.metrics(model).items()}
+    return {name: found.tokens_per_expert.tolist() for name, found in api.metrics(_trainer.model).items()}

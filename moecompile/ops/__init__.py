@@ -12,6 +12,7 @@ from moecompile.ops import cpu
 from moecompile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from moecompile.ops.exchange import combine, dispatch, exchange_counts, set_size_checks, sizes_to_host
 from moecompile.ops.experts import grouped_linear, grouped_linear_wgrad, grouped_sum
+from moecompile.ops.random import fold_seed, uniform
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice
 
@@ -36,6 +37,7 @@ __all__ = [
     "combine",
     "cpu",
     "dispatch",
+    "fold_seed",
     "exchange_counts",
     "gather_rows",
     "grouped_linear",
@@ -48,6 +50,7 @@ __all__ = [
     "reduce_scatter",
     "set_size_checks",
     "sizes_to_host",
+    "uniform",
     "unpermute",
     "unpermute_backward",
 ]

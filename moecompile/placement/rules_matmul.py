@@ -2,104 +2,127 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .sharder import Call, Decision, NoRule, Rule
-from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
+from .call import Call, Decision, Needs, NoRule, Rule, follow
+from .types import PARTIAL, REPLICATE, Partial, Shard
 
 aten = torch.ops.aten
 
+_BATCH = "abcdefgh"
 
-def product(call: Call, operands: list[tuple[Node, str]], out: str, extra: list[Node]) -> Decision:
-    """``operands`` with one letter a dim; ``extra`` are operands added to the result (a bias)."""
-    label, outer, rows = None, 1, False
-    partial = []
+
+def product(call: Call, operands: list[tuple[Node, str]], out: str, extra: list[Node] | None = None) -> Decision:
+    """``operands`` with one letter a dim, broadcast where a size is 1; ``extra`` are operands added to the result (a bias)."""
+    added = extra or []
+    cut = _common_cut(call, operands)
+    if cut is None:
+        return _whole(call, operands, added)
+    label, placed = cut
+    needs = Needs()
+    for item, letters in operands:
+        if letters.count(label) > 1:
+            raise NoRule("it takes a diagonal of the batch dim; index the diagonal in a line of its own.")
+        follow(call, needs, item, placed, letters.find(label))
+    if label in out:
+        result = placed.moved(out.index(label))
+        for item in added:
+            follow(call, needs, item, result, result.dim - (len(out) - len(call.shape(item))))
+        return Decision(result, needs)
+    for item in added:
+        call.whole([item], "bias")
+        if not isinstance(call.placed(item), Partial):
+            needs.want(item, PARTIAL)
+    return Decision(PARTIAL, needs)
+
+
+def _common_cut(call: Call, operands: list[tuple[Node, str]]) -> tuple[str, Shard] | None:
+    """The one label that is cut, and how."""
+    found: tuple[str, Shard] | None = None
     for item, letters in operands:
         placed = call.placed(item)
-        if isinstance(placed, Partial):
-            partial.append(item)
-        if isinstance(placed, Shard):
-            found = letters[placed.dim]
-            if label is not None and (found, placed.outer, placed.rows) != (label, outer, rows):
-                raise NoRule("its operands are cut along different dims; only one of them may carry the batch.")
-            label, outer, rows = found, placed.outer, placed.rows
-    need: dict[Node, Placement] = {}
-    if label is None:
-        for item in extra:
-            if isinstance(call.placed(item), Shard):
-                raise NoRule("a whole product is added to a cut tensor; write the addition as a line of its own.")
-        if len(partial) == 1 and not extra:
-            return Decision(PARTIAL)
-        return Decision(
-            REPLICATE,
-            {item: REPLICATE for item in [*partial, *extra] if isinstance(call.placed(item), Partial)},
-        )
-    for item, letters in operands:
-        placed = call.placed(item)
-        if isinstance(placed, Shard):
+        if not isinstance(placed, Shard):
             continue
-        if label in letters and call.shape(item)[letters.index(label)] != 1:
-            if rows:
-                raise NoRule("rows of an expert region meet a whole tensor of as many rows, whose order is another.")
-            need[item] = Shard(letters.index(label), outer)
-        elif isinstance(placed, Partial):
-            need[item] = REPLICATE
-    if label not in out:
-        for item in extra:
-            if not isinstance(call.placed(item), Partial):
-                need[item] = PARTIAL
-        return Decision(PARTIAL, need)
-    dim = out.index(label)
-    for item in extra:
-        ndim = len(call.shape(item))
-        at = dim - (len(out) - ndim)
-        if isinstance(call.placed(item), Shard):
-            continue
-        if at >= 0 and call.shape(item)[at] != 1:
-            need[item] = Shard(at, outer)
-        elif isinstance(call.placed(item), Partial):
-            need[item] = REPLICATE
-    return Decision(Shard(dim, outer, rows), need)
+        one = (letters[placed.dim], placed.moved(0))
+        if found is not None and one != found:
+            raise NoRule("its operands are cut along different dims; only one of them may carry the batch.")
+        found = one
+    return found
+
+
+def _whole(call: Call, operands: list[tuple[Node, str]], added: list[Node]) -> Decision:
+    """Nothing is cut in the product: it is linear in each operand, so one partial operand may stay."""
+    call.whole(added, "bias")
+    partial = call.partial([item for item, _ in operands])
+    if len(partial) == 1 and all(isinstance(call.placed(item), Partial) for item in added):
+        return Decision(PARTIAL)
+    return Decision(REPLICATE, call.reduced())
 
 
 def linear(call: Call) -> Decision:
-    source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
-    batch = "abcdefgh"[: len(call.shape(source)) - 1]
-    return product(call, [(source, batch + "k"), (weight, "nk")], batch + "n", [bias] if bias is not None else [])
+    source, weight, bias = call.args[0], call.args[1], call.get("bias")
+    batch = _BATCH[: len(call.shape(source)) - 1]
+    rows = "n" if len(call.shape(weight)) > 1 else ""
+    return product(call, [(source, batch + "k"), (weight, rows + "k")], batch + rows, [bias] if bias is not None else [])
 
 
 def matmul(call: Call) -> Decision:
     first, second = call.args[0], call.args[1]
-    ndim = max(len(call.shape(first)), len(call.shape(second)))
-    batch = "abcdefgh"[: max(ndim - 2, 0)]
-    left = batch[len(batch) - max(len(call.shape(first)) - 2, 0) :] + ("mk" if len(call.shape(first)) > 1 else "k")
-    right = batch[len(batch) - max(len(call.shape(second)) - 2, 0) :] + ("kn" if len(call.shape(second)) > 1 else "k")
+    sizes = len(call.shape(first)), len(call.shape(second))
+    batch = _BATCH[: max(*sizes, 2) - 2]
+    left = batch[len(batch) - max(sizes[0] - 2, 0) :] + ("mk" if sizes[0] > 1 else "k")
+    right = batch[len(batch) - max(sizes[1] - 2, 0) :] + ("kn" if sizes[1] > 1 else "k")
     out = batch + ("m" if "m" in left else "") + ("n" if "n" in right else "")
-    return product(call, [(first, left), (second, right)], out, [])
+    return product(call, [(first, left), (second, right)], out)
 
 
 def added(call: Call) -> Decision:
-    """addmm, baddbmm."""
+    """addmm, addmv, baddbmm: the first operand is added to the product of the others."""
     batch = "b" if call.node.target is aten.baddbmm.default else ""
-    return product(call, [(call.args[1], batch + "mk"), (call.args[2], batch + "kn")], batch + "mn", [call.args[0]])
+    columns = "" if call.node.target is aten.addmv.default else "n"
+    operands = [(call.args[1], batch + "mk"), (call.args[2], batch + "k" + columns)]
+    return product(call, operands, batch + "m" + columns, [call.args[0]])
 
 
 def einsum(call: Call) -> Decision:
     equation = call.args[0].replace(" ", "")
-    if "..." in equation:
-        raise NoRule("'...' in an einsum has no rule; name every dim.")
-    inputs, _, out = equation.partition("->")
+    tensors = list(call.args[1])
+    inputs, arrow, out = equation.partition("->")
     letters = inputs.split(",")
-    if "->" not in equation:
-        out = "".join(sorted(letter for letter in set(inputs) - {","} if inputs.count(letter) == 1))
-    return product(call, list(zip(call.args[1], letters, strict=True)), out, [])
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    widths = [len(call.shape(item)) - len(text.replace("...", "")) if "..." in text else 0
+              for item, text in zip(tensors, letters, strict=True)]  # fmt: skip
+    dots = "".join(free[: max(widths, default=0)])
+    letters = [text.replace("...", dots[len(dots) - width :]) for text, width in zip(letters, widths, strict=True)]
+    if not arrow:
+        named = inputs.replace(",", "").replace(".", "")
+        out = "..." + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
+    return product(call, list(zip(tensors, letters, strict=True)), out.replace("...", dots))
 
 
 def outer(call: Call) -> Decision:
-    return product(call, [(call.args[0], "m"), (call.args[1], "n")], "mn", [])
+    return product(call, [(call.args[0], "m"), (call.args[1], "n")], "mn")
+
+
+def solve_triangular(call: Call) -> Decision:
+    """Solves along the last two dims; linear in the right-hand side only."""
+    matrix, right = call.args[0], call.args[1]
+    ndim = len(call.out_shape)
+    cuts = {item: call.placed(item) for item in (matrix, right)}
+    for item, placed in cuts.items():
+        if isinstance(placed, Shard) and placed.dim >= len(call.shape(item)) - 2:
+            raise NoRule("the batch dim is part of the system that is solved; keep it in front.")
+    found = [placed.moved(placed.dim + ndim - len(call.shape(item))) for item, placed in cuts.items() if isinstance(placed, Shard)]
+    if not found:
+        return Decision(REPLICATE, call.reduced())
+    needs = Needs()
+    for item in (matrix, right):
+        follow(call, needs, item, found[0], found[0].dim - (ndim - len(call.shape(item))))
+    return Decision(found[0], needs)
 
 
 RULES: dict[Any, Rule] = {
@@ -107,8 +130,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         [aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default], matmul
     ),
-    aten.addmm.default: added,
-    aten.baddbmm.default: added,
+    **dict.fromkeys([aten.addmm.default, aten.addmv.default, aten.baddbmm.default], added),
     aten.einsum.default: einsum,
-    aten.outer.default: outer,
+    **dict.fromkeys([aten.outer.default, aten.ger.default], outer),
+    aten.linalg_solve_triangular.default: solve_triangular,
 }

@@ -2,64 +2,74 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch.fx import Node
 
 from .. import ops
-from . import sharder as sharders
-from .sharder import Call, Decision, Emitter, NoRule, Rule
-from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
+from .call import Call, Decision, Needs, NoRule, Rule, follow
+from .sharder import Emitter, Sharder
+from .types import PARTIAL, REPLICATE, Shard
 
-ROWS = Shard(0, rows=True)
+_FOREIGN = "its rows do not come from permute, or went through an op that reorders them."
 
 
 def permute(call: Call) -> Decision:
-    """x and topk_ids carry the tokens."""
+    """x and topk_ids carry the tokens. The rows remember whose they are."""
     tokens, ids = call.args[0], call.args[1]
-    cut = next(item for item in (call.placed(tokens), call.placed(ids)) if isinstance(item, Shard))
-    if cut.dim != 0:
-        raise NoRule("tokens must be dim 0 of the MoE layer's input.")
-    need: dict[Node, Placement] = {item: cut for item in (tokens, ids) if call.placed(item) != cut}
-    return Decision([ROWS, PARTIAL, ROWS], need)
+    cuts = {placed for item in (tokens, ids) if isinstance(placed := call.placed(item), Shard)}
+    if not cuts:
+        return call.decide(REPLICATE, call.reduced())
+    cut = cuts.pop()
+    if cuts or cut.dim != 0:
+        raise NoRule("tokens must be dim 0 of the MoE layer's input and of its expert ids.")
+    needs = Needs()
+    for item in (tokens, ids):
+        follow(call, needs, item, cut, 0)
+    rows = Shard(0, rows=True, origin=call.node.name)
+    return Decision([rows, PARTIAL, rows], needs)
+
+
+def _routing(node: Any) -> Node | None:
+    """The permute of which ``node`` is an output."""
+    source = node.args[0] if isinstance(node, Node) and node.target is operator.getitem else None
+    return source if isinstance(source, Node) and source.target is ops.permute else None
 
 
 def grouped_linear(call: Call) -> Decision:
-    """The counts belong to the same rows, so their partial sums are what is wanted here."""
-    rows, weight = call.args[0], call.args[2]
-    if call.placed(rows) != ROWS:
-        raise NoRule("its rows do not come from permute.")
-    for item in (weight, call.arg(3, "bias")):
-        if isinstance(item, Node) and isinstance(call.placed(item), Shard):
-            raise NoRule("expert weights may not depend on the batch.")
-    need: dict[Node, Placement] = {weight: REPLICATE} if isinstance(call.placed(weight), Partial) else {}
-    return Decision(ROWS, need)
-
-
-def _tokens_of(node: Node) -> Node:
-    """The ids of the permute that made a row map."""
-    source: Any = node
-    while source.target is not ops.permute:
-        source = source.args[0]
-    return source.args[1]  # type: ignore[no-any-return]
+    """The counts belong to the same rows, so this rank's part of their sum is what is wanted here."""
+    rows, counts, weight, bias = call.args[0], call.args[1], call.args[2], call.get("bias")
+    call.placed(counts)
+    call.whole([weight, bias], "weight")
+    placed = call.placed(rows)
+    source = _routing(counts)
+    if not isinstance(placed, Shard) or not placed.rows or source is None or source.name != placed.origin:
+        raise NoRule(_FOREIGN)
+    return Decision(placed, call.reduced([item for item in (weight, bias) if isinstance(item, Node)]))
 
 
 def unpermute(call: Call) -> Decision:
     """Back to token order."""
-    rows, row_map, probs = call.args[0], call.args[1], call.arg(4, "probs")
-    cut = call.placed(_tokens_of(row_map))
-    if call.placed(rows) != ROWS or not isinstance(cut, Shard):
-        raise NoRule("its rows do not come from permute.")
-    need: dict[Node, Placement] = {probs: cut} if probs is not None and call.placed(probs) != cut else {}
-    return Decision(cut, need)
+    rows, row_map, probs = call.args[0], call.args[1], call.get("probs")
+    placed, mapped = call.placed(rows), call.placed(row_map)
+    source = _routing(row_map)
+    if source is None or not isinstance(placed, Shard) or placed != mapped or placed.origin != source.name:
+        raise NoRule(_FOREIGN)
+    tokens = next(found for item in source.args[:2] if isinstance(found := call.place(item, call.axis), Shard))  # type: ignore[arg-type]
+    needs = Needs()
+    if probs is not None:
+        follow(call, needs, probs, tokens, 0)
+    return Decision(tokens, needs)
 
 
-def _emit_unpermute(walk: sharders.Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
-    shape = walk.out_local_shape(node, decisions)
+def _emit_unpermute(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """The number of tokens is this rank's."""
     args = list(node.args)
-    args[2] = shape[0]
+    args[2] = walk.out_local_shape(node, decisions)[0]
     return walk.emit(node, tuple(args), node.kwargs, decisions)
 
 
 RULES: dict[Any, Rule] = {ops.permute: permute, ops.grouped_linear: grouped_linear, ops.unpermute: unpermute}
 EMITTERS: dict[Any, Emitter] = {ops.unpermute: _emit_unpermute}
+ABSORBS = frozenset({ops.grouped_linear})

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .. import graph as graphs
-from .. import ops
-from . import sharder as sharders
-from .sharder import Call, Decision, Emitter, NoRule, Rule
-from .types import PARTIAL, REPLICATE, Partial, Shard
+from .. import meta, ops
+from .call import Call, Decision, NoRule, Rule, align, arguments
+from .rules_elementwise import keeps_sum
+from .sharder import Emitter, Sharder
+from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 aten = torch.ops.aten
 
 
-def _reduced(ndim: int, dims: Any) -> list[int]:
+def reduced_dims(ndim: int, dims: Any) -> list[int]:
+    """The dims a reduction names, counted from the front; none named means all."""
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return list(range(ndim))
     return [dim % max(ndim, 1) for dim in (dims if isinstance(dims, Sequence) else [dims])]
@@ -26,140 +26,144 @@ def _reduced(ndim: int, dims: Any) -> list[int]:
 
 def _after(placed: Shard, dims: Sequence[int], keepdim: bool) -> Shard:
     """The cut once other dims are gone."""
-    return placed if keepdim else Shard(placed.dim - sum(dim < placed.dim for dim in dims), placed.outer, placed.rows)
+    return placed if keepdim else placed.moved(placed.dim - sum(dim < placed.dim for dim in dims))
 
 
-def _read(node: Node, dim_at: int = 1) -> tuple[list[int], bool]:
+def _read(node: Node) -> tuple[list[int], bool]:
     """Reduced dims and keepdim of a reduction, by its schema."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    values = {}
-    for index, argument in enumerate(schema.arguments):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        values[argument.name] = given
-    ndim = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
-    return _reduced(ndim, values.get("dim")), bool(values.get("keepdim", False))
+    found = arguments(node)
+    ndim = len(Call.shape(node.args[0]))
+    return reduced_dims(ndim, found.get("dim")), bool(found.get("keepdim", False))
 
 
 def additive(call: Call) -> Decision:
-    """sum, mean, count_nonzero."""
-    placed = call.placed(call.args[0])
+    """sum, mean, nansum, count_nonzero."""
+    source = call.args[0]
+    placed = call.placed(source)
     dims, keepdim = _read(call.node)
-    if isinstance(placed, Partial):
-        linear = call.node.target is not aten.count_nonzero.default
-        return Decision(PARTIAL) if linear else Decision(REPLICATE, {call.args[0]: REPLICATE})
-    assert isinstance(placed, Shard)
-    return Decision(PARTIAL if placed.dim in dims else _after(placed, dims, keepdim))
+    if isinstance(placed, Shard):
+        return Decision(PARTIAL if placed.dim in dims else _after(placed, dims, keepdim))
+    linear = call.node.target in _LINEAR and keeps_sum(meta.tensor(source).dtype, meta.tensor(call.node).dtype)
+    return Decision(PARTIAL) if linear else Decision(REPLICATE, call.reduced())
 
 
 def order_statistic(call: Call) -> Decision:
-    """max, min, amax, any, argmax, logsumexp ...: fine along whole dims; across ranks only where an emitter exists."""
+    """max, min, amax, any, argmax, logsumexp, kthvalue ...: along whole dims; across ranks only where an emitter exists."""
     placed = call.placed(call.args[0])
-    count = len(call.node.meta["val"]) if isinstance(call.node.meta["val"], (tuple, list)) else 0
-    if isinstance(placed, Partial):
-        return Decision([REPLICATE] * count if count else REPLICATE, {call.args[0]: REPLICATE})
-    assert isinstance(placed, Shard)
+    if not isinstance(placed, Shard):
+        return call.decide(REPLICATE, call.reduced())
     dims, keepdim = _read(call.node)
-    if placed.dim in dims:
-        if call.node.target in _ACROSS:
-            return Decision(REPLICATE)
-        raise NoRule(
-            "it reduces over the batch, which is spread over ranks; use a sum or a mean, or reduce a whole dim."
-        )
-    after = _after(placed, dims, keepdim)
-    return Decision([after] * count if count else after)
+    if placed.dim not in dims:
+        return call.decide(_after(placed, dims, keepdim))
+    if call.node.target in _ACROSS and not meta.tensor(call.node).is_floating_point():
+        return Decision(REPLICATE)
+    raise NoRule("it reduces over the batch, which is spread over ranks; use a sum or a mean, or reduce a whole dim.")
 
 
 def along(call: Call) -> Decision:
     """softmax, cumsum, topk, sort ...: the dim must be whole, everything else passes."""
     source = call.args[0]
     placed = call.placed(source)
-    count = len(call.node.meta["val"]) if isinstance(call.node.meta["val"], (tuple, list)) else 0
-    if isinstance(placed, Partial):
-        return Decision([REPLICATE] * count if count else REPLICATE, {source: REPLICATE})
-    assert isinstance(placed, Shard)
-    schema = call.node.target._schema  # type: ignore[union-attr]
-    names = [argument.name for argument in schema.arguments]
-    name = "dim" if "dim" in names else "dims"
-    index = names.index(name)
-    dims = _reduced(len(call.shape(source)), call.arg(index, name, schema.arguments[index].default_value))
-    if placed.dim in dims:
+    if not isinstance(placed, Shard):
+        return call.decide(REPLICATE, call.reduced())
+    found = arguments(call.node)
+    if placed.dim in reduced_dims(len(call.shape(source)), found["dim"] if "dim" in found else found["dims"]):
         raise NoRule("it runs along the batch, which is spread over ranks; run it along another dim.")
-    return Decision([placed] * count if count else placed)
+    return call.decide(placed)
 
 
 def bincount(call: Call) -> Decision:
-    """Counts over cut ids are partial sums."""
-    return Decision(PARTIAL)
+    """Counts over cut ids are partial sums, if every rank counts into bins of the same number."""
+    ids, weights = call.args[0], call.get("weights")
+    if call.out_shape != (call.get("minlength"),):
+        raise NoRule("how many bins it makes depends on the ids; use one_hot(ids, n).sum(0).")
+    cut, needs = align(call, [ids] if weights is None else [ids, weights], 1)
+    return Decision(PARTIAL, needs) if cut is not None else Decision(REPLICATE, call.reduced())
 
 
-def _emit_mean(walk: sharders.Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
-    """A mean over a cut dim: the local sum over the global count."""
+def histc(call: Call) -> Decision:
+    """Counts within fixed limits; without limits they are those of the whole batch."""
+    if call.get("min") == call.get("max"):
+        raise NoRule("its limits depend on the batch; give min and max.")
+    return Decision(PARTIAL) if isinstance(call.placed(call.args[0]), Shard) else Decision(REPLICATE, call.reduced())
+
+
+def item(call: Call) -> Decision:
+    """A number for the host: every rank must read the same one."""
+    if isinstance(call.placed(call.args[0]), Shard):
+        raise NoRule("a number is read out of the batch, which is spread over ranks; keep it a tensor.")
+    return Decision(REPLICATE, call.reduced())
+
+
+def _emit_mean(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """A mean over a cut dim: each rank's mean of its equal part, divided by the number of parts."""
+    source, parts = node.args[0], 1
+    assert isinstance(source, Node)
+    for axis, decision in decisions.items():
+        if isinstance(walk.place(source, axis), Shard) and isinstance(decision.out, Partial):
+            parts *= walk.axes[axis]
+    if parts == 1:
+        return None
+    return walk.call(aten.div.Tensor, walk.emit(node, node.args, node.kwargs, decisions), parts, like=node)
+
+
+def _emit_across(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """any, all, and max, min of integers over the batch: a local reduction and an all-reduce of kind max or min."""
     source = node.args[0]
+    assert isinstance(source, Node)
     cut = [
         axis
-        for axis in decisions
-        if isinstance(walk.place(source, axis), Shard) and isinstance(decisions[axis].out, type(PARTIAL))
-    ]  # type: ignore[arg-type]
-    if not cut:
-        return None
-    dims, keepdim = _read(node)
-    shape = source.meta["val"].shape  # type: ignore[union-attr]
-    total = math.prod(shape[dim] for dim in dims)
-    kwargs = {key: found for key, found in node.kwargs.items() if key == "dtype"}
-    summed = walk.emit(node, (source, dims, keepdim), kwargs, decisions, target=aten.sum.dim_IntList)
-    return graphs.call(walk.graph, aten.div.Tensor, summed, total, like=node, mode=walk.mode)
-
-
-def _emit_across(walk: sharders.Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
-    """any / all / max / min over the batch, as a local reduction and an all-reduce of kind max or min."""
-    source = node.args[0]
-    cut = [
-        axis for axis in decisions if isinstance(walk.place(source, axis), Shard) and decisions[axis].out == REPLICATE
-    ]  # type: ignore[arg-type]
+        for axis, decision in decisions.items()
+        if isinstance(walk.place(source, axis), Shard) and isinstance(decision.out, Replicate)
+    ]
     made = walk.emit(node, node.args, node.kwargs, decisions)
-    if not cut:
-        return made
-    boolean = made.meta["val"].dtype == torch.bool
-    kind = _ACROSS[node.target]
+    boolean = bool(cut) and meta.tensor(made).dtype == torch.bool
     if boolean:
-        made = graphs.call(walk.graph, aten._to_copy.default, made, like=node, mode=walk.mode, dtype=torch.int64)
+        made = walk.call(aten._to_copy.default, made, like=node, dtype=torch.int64)
     for axis in cut:
-        made = graphs.call(walk.graph, ops.all_reduce, made, kind, axis, like=node, mode=walk.mode)
+        made = walk.call(ops.all_reduce, made, _ACROSS[node.target], axis, like=node)
     if boolean:
-        made = graphs.call(walk.graph, aten._to_copy.default, made, like=node, mode=walk.mode, dtype=torch.bool)
+        made = walk.call(aten._to_copy.default, made, like=node, dtype=torch.bool)
     return made
 
 
-_ACROSS: dict[Any, str] = {aten.any.default: "max", aten.all.default: "min"}
+_LINEAR = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+_ACROSS: dict[Any, str] = {
+    **dict.fromkeys([aten.any.default, aten.any.dim, aten.any.dims, aten.max.default, aten.amax.default], "max"),
+    **dict.fromkeys([aten.all.default, aten.all.dim, aten.all.dims, aten.min.default, aten.amin.default], "min"),
+}
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
-        [aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.count_nonzero.default, aten.count_nonzero.dim_IntList],
-        additive,
+        [*_LINEAR, aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList], additive
     ),
     **dict.fromkeys(
         [
-            aten.max.dim, aten.min.dim, aten.amax.default, aten.amin.default, aten.any.default, aten.any.dim, aten.all.default, aten.all.dim,
-            aten.argmax.default, aten.argmin.default, aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.var.dim, aten.prod.dim_int,
-            aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.max.default, aten.min.default, aten.var_mean.correction,
+            *_ACROSS, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.logsumexp.default,
+            aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
+            aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.correction, aten.prod.default, aten.prod.dim_int,
+            aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default, aten.kthvalue.default, aten.median.default,
+            aten.median.dim, aten.nanmean.default, aten.aminmax.default,
         ],
         order_statistic,
     ),
     **dict.fromkeys(
         [
-            aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default, aten.topk.default, aten.sort.default,
-            aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.cumprod.default, aten.flip.default, aten.roll.default, aten.logcumsumexp.default,
-            aten.kthvalue.default, aten.glu.default, aten.cummax.default,
+            aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default, aten.topk.default,
+            aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.cumprod.default, aten.flip.default,
+            aten.roll.default, aten.logcumsumexp.default, aten.glu.default, aten.cummax.default, aten.cummin.default,
         ],
         along,
     ),
     aten.bincount.default: bincount,
-    aten.histc.default: bincount,
+    aten.histc.default: histc,
+    aten.item.default: item,
+    aten._local_scalar_dense.default: item,
 }  # fmt: skip
 
 EMITTERS: dict[Any, Emitter] = {
-    aten.mean.default: _emit_mean,
-    aten.mean.dim: _emit_mean,
-    aten.any.default: _emit_across,
-    aten.all.default: _emit_across,
+    **dict.fromkeys([aten.mean.default, aten.mean.dim], _emit_mean),
+    **dict.fromkeys(_ACROSS, _emit_across),
 }
+
+ABSORBS = frozenset(_ACROSS)

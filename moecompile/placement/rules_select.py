@@ -1,124 +1,181 @@
-"""Picking and placing elements: slices, splits, gathers, indexing, padding. The cut dim must stay whole in each of them."""
+"""Parts of tensors: slices, splits, padding, and writing into a part. Along the cut dim only what keeps the ranks' parts whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .rules_elementwise import unify
-from .sharder import Call, Decision, Emitter, NoRule, Rule
-from .types import REPLICATE, Partial, Placement, Shard
+from .. import meta
+from .call import Call, Decision, Needs, NoRule, Rule, arguments, changed, follow
+from .sharder import Emitter, Sharder
+from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 aten = torch.ops.aten
 
-
-def _outputs(call: Call, placed: Placement) -> Decision:
-    found = call.node.meta["val"]
-    return Decision([placed] * len(found) if isinstance(found, (tuple, list)) else placed)
+_SPLITS = [
+    aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.tensor_split.sections,
+    aten.unsafe_split.Tensor, aten.unsafe_chunk.default,
+]  # fmt: skip
+_WINDOWS = [aten.slice.Tensor, aten.narrow.default]
 
 
 def window(call: Call) -> Decision:
-    """slice, narrow, split, chunk: free along other dims; along the cut dim only where nothing is cut away."""
+    """slice, narrow: free along other dims; along the cut dim only whole blocks of it."""
     source = call.args[0]
     placed = call.placed(source)
     if not isinstance(placed, Shard):
-        return _outputs(call, placed)
-    names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
-    dim = call.arg(names.index("dim"), "dim", 0) % len(call.shape(source))
-    if dim != placed.dim:
-        return _outputs(call, placed)
-    found = call.node.meta["val"]
-    if isinstance(found, (tuple, list)):
-        count, size = len(found), call.shape(source)[dim]
-        if all(item.shape[dim] * count == size for item in found) and placed.outer % count == 0:
-            return Decision([Shard(dim, placed.outer // count, placed.rows)] * count)
-    elif tuple(found.shape) == call.shape(source):
         return Decision(placed)
-    raise NoRule("it takes a part of the batch, which is spread over ranks; select along another dim.")
+    dim = call.get("dim") % len(call.shape(source))
+    if dim != placed.dim or call.out_shape == call.shape(source):
+        return Decision(placed)
+    start, step = _start(call.node, call.shape(source)[dim])
+    blocks = _blocks(placed, call.shape(source)[dim], start, call.out_shape[dim]) if step == 1 else None
+    if blocks is None:
+        raise NoRule("it takes a part of the batch, which is spread over ranks; select along another dim.")
+    return Decision(Shard(dim, blocks, placed.rows, placed.origin))
+
+
+def _blocks(placed: Shard, size: int, start: int, length: int) -> int | None:
+    """How many whole blocks of a cut dim a window covers, each of which every rank has a part of."""
+    block = size // placed.outer
+    if start % block or length % block or not length:
+        return None
+    return length // block
+
+
+def _start(node: Node, size: int) -> tuple[int, int]:
+    """First index, counted from the front, and step of a window."""
+    found = arguments(node)
+    start, step = found.get("start") or 0, found.get("step", 1)
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise NoRule("where it starts is known at run time only; use a constant.")
+    return (max(start + size, 0) if start < 0 else start), step
+
+
+def _emit_window(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """Along the cut dim all indices shrink by the number of ranks."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    dim = arguments(node)["dim"] % meta.tensor(source).dim()
+    ranks = _ranks_along(walk, source, dim)
+    if ranks == 1:
+        return None
+    start, _ = _start(node, meta.tensor(source).shape[dim])
+    length = meta.tensor(node).shape[dim]
+    args = (source, dim, start // ranks, (start + length) // ranks)
+    return walk.emit(node, args, {}, decisions, target=aten.slice.Tensor)
+
+
+def _ranks_along(walk: Sharder, source: Node, dim: int) -> int:
+    """Into how many parts ``dim`` of a value is cut."""
+    ranks = 1
+    for axis, size in walk.axes.items():
+        placed = walk.place(source, axis)
+        ranks *= size if isinstance(placed, Shard) and placed.dim == dim else 1
+    return ranks
+
+
+def split(call: Call) -> Decision:
+    """split, chunk: free along other dims; along the cut dim only into whole blocks of it."""
+    source = call.args[0]
+    placed = call.placed(source)
+    if not isinstance(placed, Shard):
+        return call.decide(placed)
+    dim = call.get("dim") % len(call.shape(source))
+    if dim != placed.dim:
+        return call.decide(placed)
+    outs, start = [], 0
+    for part in meta.value(call.node):
+        blocks = _blocks(placed, call.shape(source)[dim], start, part.shape[dim])
+        if blocks is None:
+            raise NoRule("it takes parts of the batch, which is spread over ranks; split along another dim.")
+        outs.append(Shard(dim, blocks, placed.rows, placed.origin))
+        start += part.shape[dim]
+    return Decision(outs)
+
+
+def _emit_split(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    dim = arguments(node)["dim"] % meta.tensor(source).dim()
+    ranks = _ranks_along(walk, source, dim)
+    if ranks == 1:
+        return None
+    sizes = [part.shape[dim] // ranks for part in meta.value(node)]
+    return walk.emit(node, (source, sizes, dim), {}, decisions, target=aten.split_with_sizes.default)
 
 
 def select(call: Call) -> Decision:
+    """select, unbind."""
     source = call.args[0]
     placed = call.placed(source)
     if not isinstance(placed, Shard):
-        return _outputs(call, placed)
-    dim = call.arg(1, "dim", 0) % len(call.shape(source))
+        return call.decide(placed)
+    dim = call.get("dim") % len(call.shape(source))
     if dim == placed.dim:
         raise NoRule("it picks one element of the batch, which is spread over ranks; select along another dim.")
-    after = Shard(placed.dim - (dim < placed.dim), placed.outer, placed.rows)
-    return _outputs(call, after)
+    return call.decide(placed.moved(placed.dim - (dim < placed.dim)))
 
 
-def gather(call: Call) -> Decision:
-    """gather, scatter, scatter_add, take_along_dim, index_put-like ops with a dim: every operand cut in the same other dim."""
+def unfold(call: Call) -> Decision:
+    """Windows along one dim; a new last dim runs inside them."""
     source = call.args[0]
-    names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
-    dim = call.arg(names.index("dim"), "dim") % len(call.shape(source))
-    operands = call.tensors()
-    cuts = {call.placed(item) for item in operands if isinstance(call.placed(item), Shard)}
-    if not cuts:
-        return Decision(REPLICATE, {item: REPLICATE for item in operands if isinstance(call.placed(item), Partial)})
-    if len(cuts) > 1:
-        raise NoRule("its operands are cut differently; keep the batch dim in one place.")
-    cut = cuts.pop()
-    assert isinstance(cut, Shard)
-    if cut.dim == dim:
-        raise NoRule("it gathers or scatters along the batch, which is spread over ranks; do it along another dim.")
-    need: dict[Node, Placement] = {
-        item: cut for item in operands if not isinstance(call.placed(item), Shard) and call.shape(item)
-    }
-    return Decision(cut, need)
-
-
-def index(call: Call) -> Decision:
-    """``x[i, j]``: either the indexed tensor is cut along a dim that is not indexed, or the indices are cut."""
-    source, indices = call.args[0], call.args[1]
     placed = call.placed(source)
-    used = [item for item in indices if item is not None]
-    cut_used = [item for item in used if isinstance(call.placed(item), Shard)]
-    if any(item.meta["val"].dtype == torch.bool for item in used):
-        raise NoRule(
-            "a boolean mask picks a data-dependent number of batch elements; use torch.where or multiply by the mask."
-        )
-    at = [dim for dim, item in enumerate(indices) if item is not None]
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    width = max(item.meta["val"].dim() for item in used)
-    need: dict[Node, Placement] = {
-        item: REPLICATE for item in [source, *used] if isinstance(call.placed(item), Partial)
-    }
-    if cut_used and isinstance(placed, Shard):
-        raise NoRule("both the indexed tensor and the indices carry the batch; use gather along the indexed dim.")
-    if cut_used:
-        cut, more = unify(call, used, width)
-        assert cut is not None
-        start = at[0] if adjacent else 0
-        return Decision(Shard(cut.dim + start, cut.outer, cut.rows), {**need, **more})
-    if not isinstance(placed, Shard):
-        return Decision(REPLICATE, need)
-    if placed.dim in at:
-        raise NoRule("it indexes along the batch, which is spread over ranks; index along another dim.")
-    gone = sum(dim < placed.dim for dim in at)
-    shift = width if (not adjacent or at[0] < placed.dim) else 0
-    return Decision(Shard(placed.dim - gone + shift, placed.outer, placed.rows), need)
+    if isinstance(placed, Shard) and placed.dim == call.get("dimension") % len(call.shape(source)):
+        raise NoRule("its windows run along the batch, which is spread over ranks; run them along another dim.")
+    return Decision(placed)
 
 
-def index_select(call: Call) -> Decision:
-    source, dim, ids = call.args[0], call.args[1] % max(len(call.shape(call.args[0])), 1), call.args[2]
-    placed, found = call.placed(source), call.placed(ids)
-    if isinstance(found, Shard) and not isinstance(placed, Shard):
-        return Decision(Shard(dim, found.outer, found.rows), {source: REPLICATE} if isinstance(placed, Partial) else {})
-    if isinstance(placed, Shard) and placed.dim != dim and not isinstance(found, Shard):
-        return Decision(placed)
-    raise NoRule("it selects along the batch, which is spread over ranks; select along another dim.")
+def write(call: Call) -> Decision:
+    """slice_scatter, select_scatter: the part that is written is cut as the whole is, along another dim."""
+    source, part = call.args[0], call.args[1]
+    ndim = len(call.shape(source))
+    dim = call.get("dim") % ndim
+    narrower = len(call.shape(part)) < ndim  # select_scatter: the part lacks the dim
+    cut: Shard | None = None
+    for item in (source, part):
+        placed = call.placed(item)
+        if isinstance(placed, Shard):
+            seen = placed.moved(placed.dim + (narrower and item is part and placed.dim >= dim))
+            if cut is not None and seen != cut:
+                raise NoRule("what is written is cut differently from what it is written into.")
+            cut = seen
+    if cut is None:
+        if all(isinstance(call.placed(item), Partial) for item in (source, part)):
+            return Decision(PARTIAL)
+        return Decision(REPLICATE, call.reduced())
+    if cut.dim == dim:
+        raise NoRule("it writes into a part of the batch, which is spread over ranks; write along another dim.")
+    needs = Needs()
+    follow(call, needs, source, cut, cut.dim)
+    follow(call, needs, part, cut, cut.dim - (narrower and dim < cut.dim))
+    return Decision(cut, needs)
+
+
+def difference(call: Call) -> Decision:
+    """diff, with what is put before and after; along whole dims."""
+    operands = [item for item in (call.args[0], call.get("prepend"), call.get("append")) if item is not None]
+    dim = call.get("dim") % len(call.out_shape)
+    cuts = {placed for item in operands if isinstance(placed := call.placed(item), Shard)}
+    if not cuts:
+        return Decision(REPLICATE, call.reduced())
+    cut = cuts.pop()
+    if cuts or cut.dim == dim:
+        raise NoRule("it subtracts along the batch, which is spread over ranks; take differences along another dim.")
+    needs = Needs()
+    for item in operands:
+        follow(call, needs, item, cut, cut.dim)
+    return Decision(cut, needs)
 
 
 def pad(call: Call) -> Decision:
     source, widths = call.args[0], call.args[1]
     placed = call.placed(source)
     if not isinstance(placed, Shard):
-        return Decision(REPLICATE, {source: REPLICATE} if isinstance(placed, Partial) else {})
+        return Decision(REPLICATE, call.reduced())
     padded = {len(call.shape(source)) - 1 - index // 2 for index, width in enumerate(widths) if width}
     if placed.dim in padded:
         raise NoRule("it pads the batch dim, which is spread over ranks; pad another dim.")
@@ -133,36 +190,45 @@ def triangle(call: Call) -> Decision:
     return Decision(placed)
 
 
-def one_hot(call: Call) -> Decision:
-    return Decision(call.placed(call.args[0]))
-
-
 def repeat_interleave(call: Call) -> Decision:
-    source = call.args[0]
+    """Every element several times in place: also along the cut dim."""
+    source, dim = call.args[0], call.get("dim")
     placed = call.placed(source)
-    if isinstance(placed, Shard) and call.arg(2, "dim") is None:
+    if not isinstance(placed, Shard):
+        return Decision(placed)
+    if dim is None and len(call.shape(source)) > 1:
         raise NoRule("repeat_interleave without dim flattens the batch; give it a dim.")
+    if placed.rows and (dim or 0) % len(call.shape(source)) == placed.dim:
+        raise NoRule("rows of an expert region are repeated; repeat the tokens before they are routed.")
     return Decision(placed)
 
 
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys(
-        [aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes, aten.unfold.default,
-         aten.tensor_split.sections, aten.diff.default],
-        window,
-    ),
-    **dict.fromkeys([aten.select.int, aten.unbind.int], select),
-    **dict.fromkeys(
-        [aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.take_along_dim.default, aten.scatter.value_reduce,
-         aten.scatter_reduce.two],
-        gather,
-    ),
-    aten.index.Tensor: index,
-    aten.index_select.default: index_select,
-    **dict.fromkeys([aten.constant_pad_nd.default, aten.pad.default], pad),
-    **dict.fromkeys([aten.tril.default, aten.triu.default], triangle),
-    aten.one_hot.default: one_hot,
-    aten.repeat_interleave.self_int: repeat_interleave,
-}  # fmt: skip
+def _emit_repeat_interleave(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """Without the size of the result, which would be the global one."""
+    if all(isinstance(item.out, Replicate) for item in decisions.values()):
+        return None
+    args, kwargs = changed(node, output_size=None)
+    return walk.emit(node, args, kwargs, decisions)
 
-EMITTERS: dict[Any, Emitter] = {}
+
+def _table(rule: Rule, targets: Sequence[Any]) -> dict[Any, Rule]:
+    return dict.fromkeys(targets, rule)
+
+
+RULES: dict[Any, Rule] = {
+    **_table(window, _WINDOWS),
+    **_table(split, _SPLITS),
+    **_table(select, [aten.select.int, aten.unbind.int]),
+    aten.unfold.default: unfold,
+    **_table(write, [aten.slice_scatter.default, aten.select_scatter.default]),
+    aten.diff.default: difference,
+    **_table(pad, [aten.constant_pad_nd.default, aten.pad.default]),
+    **_table(triangle, [aten.tril.default, aten.triu.default]),
+    aten.repeat_interleave.self_int: repeat_interleave,
+}
+
+EMITTERS: dict[Any, Emitter] = {
+    **dict.fromkeys(_WINDOWS, _emit_window),
+    **dict.fromkeys(_SPLITS, _emit_split),
+    aten.repeat_interleave.self_int: _emit_repeat_interleave,
+}

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from . import sharder as sharders
+from .call import Call, Decision, Needs, NoRule, Rule, follow
 from .shapes import reshape_shard
-from .sharder import Call, Decision, Emitter, NoRule, Rule
-from .types import Partial, Placement, Shard
+from .sharder import Emitter, Sharder
+from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten
 
 _RESHAPES = [
-    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int, aten.ravel.default,
+    aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.unsqueeze.default, aten.view_as.default, aten.reshape_as.default,
 ]  # fmt: skip
+_EXPANDS = [aten.expand.default, aten.expand_as.default, aten.broadcast_to.default]
+_TRANSPOSES = [
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default,
+    aten.swapdims.default, aten.mT.default, aten.adjoint.default, aten.numpy_T.default,
+]  # fmt: skip
+
+
+def _source(call: Call) -> tuple[Node, Placement]:
+    """The operand whose elements are moved; a second one only names a shape."""
+    for item in call.tensors():
+        call.placed(item)
+    source = call.args[0]
+    return source, call.placed(source)
 
 
 def reshape(call: Call) -> Decision:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze."""
-    source = call.args[0]
-    placed = call.placed(source)
+    source, placed = _source(call)
     if not isinstance(placed, Shard):
         return Decision(placed)
     found = reshape_shard(placed, call.shape(source), call.out_shape, call.ranks)
@@ -36,127 +49,134 @@ def reshape(call: Call) -> Decision:
 
 
 def expand(call: Call) -> Decision:
-    source = call.args[0]
-    placed = call.placed(source)
+    source, placed = _source(call)
     if not isinstance(placed, Shard):
         return Decision(placed)
-    return Decision(Shard(placed.dim + len(call.out_shape) - len(call.shape(source)), placed.outer, placed.rows))
+    return Decision(placed.moved(placed.dim + len(call.out_shape) - len(call.shape(source))))
 
 
-def _dims(call: Call) -> list[int]:
-    """For each output dim the input dim it comes from."""
+def _order(call: Call) -> list[int]:
+    """For each output dim the input dim it comes from, found by moving numbered dims."""
     ndim = len(call.out_shape)
-    target = call.node.target
-    if target is aten.permute.default:
-        return [dim % ndim for dim in call.args[1]]
-    order = list(range(ndim))
-    if target is aten.t.default:
-        return order[::-1]
-    if target is aten.movedim.int:
-        order.insert(call.args[2] % ndim, order.pop(call.args[1] % ndim))
-        return order
-    first, second = (dim % ndim for dim in call.args[1:3])
-    order[first], order[second] = order[second], order[first]
-    return order
+    probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
+    found = call.node.target(probe, *call.args[1:], **call.node.kwargs)  # type: ignore[operator]
+    return [size - 2 for size in found.shape]
 
 
 def permute_dims(call: Call) -> Decision:
     placed = call.placed(call.args[0])
-    if not isinstance(placed, Shard):
-        return Decision(placed)
-    return Decision(Shard(_dims(call).index(placed.dim), placed.outer, placed.rows))
+    return Decision(placed.moved(_order(call).index(placed.dim)) if isinstance(placed, Shard) else placed)
 
 
 def cat(call: Call) -> Decision:
     """Concatenating equal cuts along the cut dim interleaves them: the cut gains an outer factor."""
-    parts = list(call.args[0])
-    ndim = len(call.out_shape)
-    dim = call.arg(1, "dim", 0) % ndim
-    kinds = {call.placed(part) for part in parts}
-    cuts = {kind for kind in kinds if isinstance(kind, Shard)}
-    if not cuts:
-        partial = any(isinstance(kind, Partial) for kind in kinds)
-        out: Placement = sharders.PARTIAL if partial and len(kinds) == 1 else sharders.REPLICATE
-        return Decision(
-            out,
-            {part: out for part in parts if isinstance(call.placed(part), Partial) and out != sharders.PARTIAL},
-        )
-    if len(cuts) > 1:
-        raise NoRule("its parts are cut differently; concatenate tensors whose batch dim is in one place.")
-    cut = cuts.pop()
-    need: dict[Node, Placement] = {part: cut for part in parts if not isinstance(call.placed(part), Shard)}
+    parts = [part for part in call.args[0] if call.shape(part) != (0,) or len(call.out_shape) == 1]
+    dim = call.get("dim") % len(call.out_shape)
+    cut = _only_cut(call, parts)
+    if cut is None:
+        return _combined(call, parts)
+    needs = Needs()
+    for part in parts:
+        follow(call, needs, part, cut, cut.dim)
     if cut.dim != dim:
-        return Decision(cut, need)
-    if cut.rows or len({call.shape(part)[dim] for part in parts}) > 1:
+        return Decision(cut, needs)
+    if len(parts) > 1 and (cut.rows or len({call.shape(part)[dim] for part in parts}) > 1):
         raise NoRule(
             "parts of different length are concatenated along the cut dim; give them equal lengths or another dim."
         )
-    return Decision(Shard(dim, cut.outer * len(parts)), need)
+    return Decision(Shard(dim, cut.outer * len(parts), cut.rows, cut.origin), needs)
 
 
 def stack(call: Call) -> Decision:
     parts = list(call.args[0])
-    dim = call.arg(1, "dim", 0) % len(call.out_shape)
-    kinds = {call.placed(part) for part in parts}
-    cuts = {kind for kind in kinds if isinstance(kind, Shard)}
-    if not cuts:
-        return (
-            Decision(kinds.pop())
-            if len(kinds) == 1
-            else Decision(sharders.REPLICATE, dict.fromkeys(parts, sharders.REPLICATE))
-        )
+    dim = call.get("dim") % len(call.out_shape)
+    cut = _only_cut(call, parts)
+    if cut is None:
+        return _combined(call, parts)
+    needs = Needs()
+    for part in parts:
+        follow(call, needs, part, cut, cut.dim)
+    return Decision(cut.moved(cut.dim + (dim <= cut.dim)), needs)
+
+
+def _only_cut(call: Call, parts: Sequence[Node]) -> Shard | None:
+    cuts = {placed for part in parts if isinstance(placed := call.placed(part), Shard)}
     if len(cuts) > 1:
-        raise NoRule("its parts are cut differently; stack tensors whose batch dim is in one place.")
-    cut = cuts.pop()
-    need: dict[Node, Placement] = {part: cut for part in parts if not isinstance(call.placed(part), Shard)}
-    return Decision(Shard(cut.dim + (dim <= cut.dim), cut.outer, cut.rows), need)
+        raise NoRule("its parts are cut differently; put together tensors whose batch dim is in one place.")
+    return next(iter(cuts), None)
+
+
+def _combined(call: Call, parts: Sequence[Node]) -> Decision:
+    """Parts of which none is cut: partial if all are."""
+    if all(isinstance(call.placed(part), Partial) for part in parts):
+        return Decision(PARTIAL)
+    return Decision(REPLICATE, call.reduced())
 
 
 def repeat(call: Call) -> Decision:
+    """Copies of a cut dim stand one after the other: the cut gains an outer factor."""
     source, repeats = call.args[0], call.args[1]
     placed = call.placed(source)
     if not isinstance(placed, Shard):
         return Decision(placed)
     dim = placed.dim + len(call.out_shape) - len(call.shape(source))
-    return Decision(Shard(dim, placed.outer * repeats[dim], placed.rows))
+    at = dim - (len(call.out_shape) - len(repeats))
+    times = repeats[at] if at >= 0 else 1
+    if placed.rows and times != 1:
+        raise NoRule("rows of an expert region are repeated; repeat the tokens before they are routed.")
+    return Decision(Shard(dim, placed.outer * times, placed.rows, placed.origin))
 
 
-def _localise_sizes(walk: sharders.Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
-    """Emit as a reshape or expand to this rank's shape."""
-    if all(not isinstance(item.out, Shard) for item in decisions.values()):
+def take_diagonal(call: Call) -> Decision:
+    """diagonal: both of its dims must be whole; the cut moves up past those that go."""
+    source = call.args[0]
+    placed = call.placed(source)
+    if not isinstance(placed, Shard):
+        return Decision(placed)
+    gone = {call.get(name) % len(call.shape(source)) for name in ("dim1", "dim2")}
+    if placed.dim in gone:
+        raise NoRule("it takes a diagonal of the batch dim, which is spread over ranks.")
+    return Decision(placed.moved(placed.dim - sum(dim < placed.dim for dim in gone)))
+
+
+def borrow(call: Call) -> Decision:
+    """Ops of fresh tensors that only borrow dtype and device (``new_zeros``)."""
+    for item in call.tensors():
+        call.placed(item)
+    return Decision(REPLICATE)
+
+
+def _emit_as_reshape(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """To this rank's shape. Also ``squeeze``, which would drop a cut dim of which this rank holds one element."""
+    shapes_itself = node.target not in (aten.view_as.default, aten.reshape_as.default)
+    if shapes_itself and not any(isinstance(item.out, Shard) for item in decisions.values()):
         return None
     shape = walk.out_local_shape(node, decisions)
-    source = node.args[0]
-    if node.target in (aten.expand.default,):
-        return walk.emit(node, (source, shape), {}, decisions)
-    return walk.emit(node, (source, shape), {}, decisions, target=aten.reshape.default)
+    return walk.emit(node, (node.args[0], shape), {}, decisions, target=aten.reshape.default)
 
 
-def keep_whole(call: Call) -> Decision:
-    """Ops of fresh tensors that only borrow dtype and device (``new_zeros``)."""
-    return Decision(sharders.REPLICATE)
+def _emit_as_expand(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    shape = walk.out_local_shape(node, decisions)
+    return walk.emit(node, (node.args[0], shape), {}, decisions, target=aten.expand.default)
 
+
+_FRESH = [aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default]
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPES, reshape),
-    aten.expand.default: expand,
-    **dict.fromkeys(
-        [aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.swapaxes.default],
-        permute_dims,
-    ),
+    **dict.fromkeys(_EXPANDS, expand),
+    **dict.fromkeys(_TRANSPOSES, permute_dims),
     aten.cat.default: cat,
     aten.stack.default: stack,
-    aten.repeat.default: repeat,
-    **dict.fromkeys(
-        [aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default],
-        keep_whole,
-    ),
+    **dict.fromkeys([aten.repeat.default, aten.tile.default], repeat),
+    aten.diagonal.default: take_diagonal,
+    **dict.fromkeys(_FRESH, borrow),
 }
 
 EMITTERS: dict[Any, Emitter] = {
-    **dict.fromkeys(
-        [aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unflatten.int],
-        _localise_sizes,
-    ),
-    aten.expand.default: _localise_sizes,
+    **dict.fromkeys(_RESHAPES, _emit_as_reshape),
+    **dict.fromkeys(_EXPANDS, _emit_as_expand),
 }
+
+# these read nothing but the shape of their second operand, or of their only one
+ABSORBS = frozenset([*_FRESH, aten.view_as.default, aten.reshape_as.default, aten.expand_as.default])

@@ -2,13 +2,13 @@
 
 Every node is visited once, in order. A rule says, per mesh axis, where the node's outputs live and what it needs its operands to
 be; the sharder inserts the conversions (the only collectives of the data axes) and calls the op on local values. Rules are
-plain functions in the ``rules_*`` modules, found by op in one table.
+plain functions in the ``rules_*`` modules, found by op in one table. What no rule can place is refused, and so is a decision
+that cannot be right whatever the op: an operand overlooked, a partial value that vanishes, a cut that leaves no trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,70 +16,23 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import graph as graphs
-from .. import meta, ops
-from ..compat import FakeTensorMode
+from .. import meta
+from ..compat import FakeTensorMode, OpOverload
 from ..errors import PassError
+from . import convert as conversions
+from .call import Call, Decision, NoRule, Rule, arguments
 from .shapes import local_shape
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
 
-aten = torch.ops.aten
-
-
-class NoRule(Exception):
-    """A rule cannot place this call; the text says why and what would help."""
-
-
-@dataclass
-class Call:
-    """A node of the global graph as a rule sees it on one axis."""
-
-    node: Node
-    axis: str
-    ranks: int
-    place: Callable[[Node, str], Placement]
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.node.args
-
-    def arg(self, index: int, name: str, default: Any = None) -> Any:
-        """Argument by position or keyword."""
-        if index < len(self.node.args):
-            return self.node.args[index]
-        return self.node.kwargs.get(name, default)
-
-    def placed(self, arg: Any) -> Placement:
-        """Placement of an operand on this axis; constants are replicated."""
-        return self.place(arg, self.axis) if isinstance(arg, Node) else REPLICATE
-
-    def tensors(self) -> list[Node]:
-        """Tensor operands in order, lists flattened, each once."""
-        return [source for source in self.node.all_input_nodes if meta.is_tensor(source)]
-
-    @staticmethod
-    def shape(arg: Any) -> tuple[int, ...]:
-        """Global shape of an operand."""
-        return tuple(meta.tensor(arg).shape)
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        return tuple(meta.tensor(self.node).shape)
-
-
-@dataclass
-class Decision:
-    """Placement of the output (or of each output) and of the operands that must be converted first."""
-
-    out: Placement | Sequence[Placement]
-    need: Mapping[Node, Placement] = field(default_factory=dict)
-
-
-Rule = Callable[[Call], Decision]
 Emitter = Callable[["Sharder", Node, dict[str, Decision]], "Node | None"]
 
 
 class Sharder:
-    """Builds the local graph. ``axes`` maps the mesh axes being placed to their sizes."""
+    """Builds the local graph. ``axes`` maps the mesh axes being placed to their sizes.
+
+    ``absorbs`` are ops that may read a partial or a cut operand and still give a whole result: their emitter sees to it, or
+    they read nothing but the operand's shape.
+    """
 
     def __init__(
         self,
@@ -89,9 +42,10 @@ class Sharder:
         rules: Mapping[Any, Rule],
         emitters: Mapping[Any, Emitter],
         fallback: Callable[[Any], Rule | None],
+        absorbs: frozenset[Any] = frozenset(),
     ) -> None:
         self.source, self.axes, self.mode = source, dict(axes), mode
-        self.rules, self.emitters, self.fallback = rules, emitters, fallback
+        self.rules, self.emitters, self.fallback, self.absorbs = rules, emitters, fallback, absorbs
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.offsets: dict[tuple[str, int], Node] = {}
@@ -110,14 +64,9 @@ class Sharder:
         made.meta = meta.copy_meta(node)
         found = node.meta.get("val")
         if isinstance(found, torch.Tensor):
-            shards = [(item, self.axes[axis]) for axis, item in placed.items() if isinstance(item, Shard)]
+            shape = self.local_shape(node, found.shape, placed)
             with self.mode:
-                made.meta["val"] = torch.empty(
-                    local_shape(found.shape, shards),
-                    dtype=found.dtype,
-                    device=found.device,
-                    requires_grad=False,
-                )
+                made.meta["val"] = torch.empty(shape, dtype=found.dtype, device=found.device, requires_grad=False)
         self._record(node, made, placed)
         return made
 
@@ -136,9 +85,12 @@ class Sharder:
             return
         decisions = self.decide(node)
         emitter = self.emitters.get(node.target)
-        made = emitter(self, node, decisions) if emitter is not None else None
-        if made is None:
-            made = self.emit(node, node.args, node.kwargs, decisions)
+        try:
+            made = emitter(self, node, decisions) if emitter is not None else None
+            if made is None:
+                made = self.emit(node, node.args, node.kwargs, decisions)
+        except NoRule as reason:
+            raise PassError(f"shard-dense: {meta.where(node)} calls {node.target}: {reason}") from None
         self.finish(node, made, decisions)
 
     def _visit_getitem(self, node: Node) -> None:
@@ -158,28 +110,50 @@ class Sharder:
         return made
 
     def decide(self, node: Node) -> dict[str, Decision]:
-        """Ask the op's rule on every axis; an operand that is sharded where no rule exists is refused."""
+        """Ask the op's rule on every axis; what has no rule, writes in place or draws random numbers is refused."""
+        _refuse_stateful(node)
         decisions = {}
         for axis, ranks in self.axes.items():
             call = Call(node, axis, ranks, self.place)
-            if all(isinstance(call.placed(item), Replicate) for item in call.tensors()):
-                count = len(meta.value(node)) if isinstance(meta.value(node), (tuple, list)) else 0
-                decisions[axis] = Decision([REPLICATE] * count if count else REPLICATE)
+            operands = {item: self.place(item, axis) for item in call.tensors()}
+            if all(isinstance(placed, Replicate) for placed in operands.values()):
+                decisions[axis] = call.decide(REPLICATE)
                 continue
+            shown = ", ".join(f"{item.name}: {placed}{list(call.shape(item))}" for item, placed in operands.items())
             rule = self.rules.get(node.target) or self.fallback(node.target)
-            operands = ", ".join(f"{item.name}: {call.placed(item)}{list(call.shape(item))}" for item in call.tensors())
             if rule is None:
                 raise PassError(
                     f"shard-dense: {meta.where(node)} calls {node.target}, for which there is no placement rule on {axis} "
-                    f"(operands {operands}); add a rule to moecompile/placement or rewrite the line with a supported op."
+                    f"(operands {shown}); add a rule to moecompile/placement or rewrite the line with a supported op."
                 )
             try:
                 decisions[axis] = rule(call)
+                self._check_decision(call, operands, decisions[axis])
             except NoRule as reason:
                 raise PassError(
-                    f"shard-dense: {meta.where(node)} calls {node.target} on operands {operands}: {reason}"
+                    f"shard-dense: {meta.where(node)} calls {node.target} on operands {shown}: {reason}"
                 ) from None
         return decisions
+
+    def _check_decision(self, call: Call, operands: Mapping[Node, Placement], decision: Decision) -> None:
+        """What no rule may answer. These are faults of a rule, found before they become wrong numbers."""
+        found = meta.value(call.node)
+        count = len(found) if isinstance(found, (tuple, list)) else None
+        if isinstance(decision.out, Placement) is (count is not None) or (count or 1) != len(decision.outs):
+            raise NoRule(f"its rule gives {len(decision.outs)} placements for {count or 1} results.")
+        for item, out in zip(found if count is not None else [found], decision.outs, strict=True):
+            if isinstance(out, Partial) and isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+                raise NoRule("a sum over ranks of booleans has no meaning; cast to int64 first.")
+        for item, placed in operands.items():
+            placed = decision.need.get(item, placed)
+            if isinstance(placed, Replicate) or call.node.target in self.absorbs:
+                continue
+            if item not in call.seen:
+                raise NoRule(f"its rule does not look at {item.name}, which is {placed}.")
+            if isinstance(placed, Partial) and not all(isinstance(out, Partial) for out in decision.outs):
+                raise NoRule(f"its rule lets the partial sum {item.name} into a result that is not one.")
+            if isinstance(placed, Shard) and any(isinstance(out, Replicate) for out in decision.outs):
+                raise NoRule(f"its rule gives a whole result although {item.name} is cut.")
 
     def operand(self, arg: Node, decisions: Mapping[str, Decision]) -> Node:
         """The local value of ``arg``, converted to what the decisions need."""
@@ -194,40 +168,55 @@ class Sharder:
         """Call ``target`` (the node's own by default) on the local operands."""
         local_args = map_arg(args, lambda arg: self.operand(arg, decisions))
         local_kwargs = map_arg(kwargs, lambda arg: self.operand(arg, decisions))
-        return graphs.call(self.graph, target or node.target, *local_args, like=node, mode=self.mode, **local_kwargs)
+        return self.call(target or node.target, *local_args, like=node, **local_kwargs)
+
+    def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
+        """Insert a call on local values, with the module and source of ``like``."""
+        try:
+            return graphs.call(self.graph, target, *args, like=like, mode=self.mode, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise PassError(
+                f"shard-dense: {meta.where(like)}: on this rank's part {target} fails with '{first}'; its rule does not localise "
+                f"the call, rewrite the line with another op."
+            ) from error
 
     def finish(self, node: Node, made: Node, decisions: Mapping[str, Decision]) -> None:
         """Record placements, and check the local shape against the global one."""
-        outs = {axis: decision.out for axis, decision in decisions.items()}
-        if isinstance(meta.value(node), (tuple, list)):
-            self._tuples[node] = {axis: out for axis, out in outs.items() if not isinstance(out, Placement)}
+        found, local = meta.value(node), meta.value(made)
+        if isinstance(found, (tuple, list)):
+            self._tuples[node] = {axis: decision.outs for axis, decision in decisions.items()}
             self._record(node, made, {})
-            for index, found in enumerate(meta.value(node)):
-                placed = {axis: out[index] for axis, out in self._tuples[node].items()}
-                self._check_shape(node, found, meta.value(made)[index], placed)
+            for index, item in enumerate(found):
+                placed = {axis: outs[index] for axis, outs in self._tuples[node].items()}
+                self._check_shape(node, item, local[index], placed)
             return
-        placed = {axis: out for axis, out in outs.items() if isinstance(out, Placement)}
+        placed = {axis: decision.outs[0] for axis, decision in decisions.items()}
         self._record(node, made, placed)
-        self._check_shape(node, meta.value(node), meta.value(made), placed)
+        self._check_shape(node, found, local, placed)
 
     def _check_shape(self, node: Node, found: Any, local: Any, placed: Mapping[str, Placement]) -> None:
         if not isinstance(found, torch.Tensor):
             return
-        wanted = self.local_shape(found.shape, placed)
+        wanted = self.local_shape(node, found.shape, placed)
         if wanted != list(local.shape) or found.dtype != local.dtype:
             raise PassError(
                 f"shard-dense: {meta.where(node)} ({node.target}) gives a local {local.dtype}{list(local.shape)} where the placement asks for "
                 f"{found.dtype}{wanted}; the rule of this op does not localise its arguments."
             )
 
-    def local_shape(self, shape: Sequence[int], placed: Mapping[str, Placement]) -> list[int]:
-        """This rank's part of a global shape."""
-        return local_shape(shape, [(item, self.axes[axis]) for axis, item in placed.items() if isinstance(item, Shard)])
+    def local_shape(self, node: Node, shape: Sequence[int], placed: Mapping[str, Placement]) -> list[int]:
+        """This rank's part of a global shape of ``node``."""
+        cuts = [(item, self.axes[axis]) for axis, item in placed.items() if isinstance(item, Shard)]
+        try:
+            return local_shape(shape, cuts)
+        except ValueError as error:
+            raise PassError(f"shard-dense: {meta.where(node)}: {error}; choose a batch that the ranks divide.") from None
 
     def out_local_shape(self, node: Node, decisions: Mapping[str, Decision]) -> list[int]:
         """Local shape of the output of ``node``."""
         placed = {axis: item.out for axis, item in decisions.items() if isinstance(item.out, Placement)}
-        return self.local_shape(meta.tensor(node).shape, placed)
+        return self.local_shape(node, meta.tensor(node).shape, placed)
 
     # -- conversions -------------------------------------------------------------------------------------------------
     def convert(self, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
@@ -236,39 +225,8 @@ class Sharder:
             return made
         key = (made, axis, want)
         if key not in self._converted:
-            self._converted[key] = self._convert(made, like, axis, have, want)
+            self._converted[key] = conversions.convert(self, made, like, axis, have, want)
         return self._converted[key]
-
-    def _convert(self, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
-        ranks = self.axes[axis]
-        placed = {**meta.placements(made), axis: want}
-        if isinstance(have, Partial) and isinstance(want, Replicate):
-            new = graphs.call(self.graph, ops.all_reduce, made, "sum", axis, like=like, mode=self.mode)
-        elif isinstance(have, Replicate) and isinstance(want, Partial):
-            new = graphs.call(self.graph, aten.div.Tensor, made, ranks, like=like, mode=self.mode)
-        elif isinstance(have, Replicate) and isinstance(want, Shard) and not want.rows:
-            index = self.offset(axis)
-            new = graphs.call(
-                self.graph,
-                ops.local_slice,
-                made,
-                index,
-                want.dim,
-                want.outer,
-                ranks,
-                like=like,
-                mode=self.mode,
-            )
-        elif isinstance(have, Partial) and isinstance(want, Shard):
-            whole = self.convert(made, like, axis, have, REPLICATE)
-            return self.convert(whole, like, axis, REPLICATE, want)
-        else:
-            raise PassError(
-                f"shard-dense: {meta.where(like)} is {have} on {axis} and {want} is needed there, which this version does not "
-                f"convert; rewrite the line so that its batch dim stays first."
-            )
-        meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
-        return new
 
     def offset(self, axis: str, stride: int = 1) -> Node:
         """A graph input that holds this rank's index on ``axis`` times ``stride``, so that all ranks share one text."""
@@ -284,13 +242,26 @@ class Sharder:
         return self.offsets[key]
 
 
-def replicated(call: Call) -> Decision:
-    """Everything that is partial is reduced first; a cut operand has no rule."""
-    need: dict[Node, Placement] = {}
-    for item in call.tensors():
-        placed = call.placed(item)
-        if isinstance(placed, Shard):
-            raise NoRule("a cut operand meets an op that needs all of it; keep the batch dim out of this op.")
-        if isinstance(placed, Partial):
-            need[item] = REPLICATE
-    return Decision(REPLICATE, need)
+def _refuse_stateful(node: Node) -> None:
+    """In-place writes and random draws have no meaning that placements could keep."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return
+    if target._schema.is_mutable:
+        raise PassError(
+            f"shard-dense: {meta.where(node)} calls {target}, which writes into its operand; capture removes such writes, so "
+            f"this graph was made otherwise: use the functional form."
+        )
+    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
+        raise PassError(
+            f"shard-dense: {meta.where(node)} calls {target}, whose random numbers would differ from those of one process; "
+            f"set its probability to 0, draw the numbers outside the model, or use dp=1."
+        )
+
+
+def _draws_nothing(node: Node) -> bool:
+    """Whether a random op is switched off by its arguments: dropout with p=0 or outside training."""
+    found = arguments(node)
+    if "dropout_p" in found:
+        return not found["dropout_p"]
+    return ("p" in found and not found["p"]) or not found.get("train", found.get("training", True))

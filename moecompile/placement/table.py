@@ -8,17 +8,41 @@ from typing import Any
 from torch.fx import Graph
 
 from ..compat import FakeTensorMode
-from . import rules_elementwise, rules_matmul, rules_moe, rules_nn, rules_reduce, rules_select, rules_views
-from .sharder import Emitter, Rule, Sharder
+from . import (
+    rules_elementwise,
+    rules_index,
+    rules_loss,
+    rules_matmul,
+    rules_moe,
+    rules_nn,
+    rules_random,
+    rules_reduce,
+    rules_select,
+    rules_views,
+)
+from .call import Rule
+from .sharder import Emitter, Sharder
 
-_MODULES = (rules_elementwise, rules_views, rules_reduce, rules_matmul, rules_select, rules_nn, rules_moe)
+_MODULES = (
+    rules_elementwise,
+    rules_views,
+    rules_reduce,
+    rules_matmul,
+    rules_select,
+    rules_index,
+    rules_nn,
+    rules_loss,
+    rules_moe,
+    rules_random,
+)
 
 RULES: dict[Any, Rule] = {op: rule for module in _MODULES for op, rule in module.RULES.items()}
 EMITTERS: dict[Any, Emitter] = {
     op: emitter for module in _MODULES for op, emitter in getattr(module, "EMITTERS", {}).items()
 }
+ABSORBS: frozenset[Any] = frozenset().union(*(getattr(module, "ABSORBS", frozenset()) for module in _MODULES))
 
 
 def sharder(source: Graph, axes: Mapping[str, int], mode: FakeTensorMode) -> Sharder:
     """A sharder with every rule."""
-    return Sharder(source, axes, mode, RULES, EMITTERS, rules_elementwise.fallback)
+    return Sharder(source, axes, mode, RULES, EMITTERS, rules_elementwise.fallback, ABSORBS)

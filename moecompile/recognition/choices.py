@@ -99,8 +99,6 @@ def static_nodes(graph: Graph, weights: set[Node]) -> frozenset[Node]:
     """Values computed from ``weights`` (parameters, buffers, constants) and literals alone."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node in weights:
-            found.add(node)
-        elif node.op == "call_function" and all(source in found for source in node.all_input_nodes):
+        if node in weights or (node.op == "call_function" and all(source in found for source in node.all_input_nodes)):
             found.add(node)
     return frozenset(found)

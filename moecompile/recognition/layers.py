@@ -18,16 +18,19 @@ from moecompile import graph as ir
 from moecompile import meta, ops
 from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind
-from moecompile.recognition.body import Body, NotRowwise, Setting, Source, trace_body
+from moecompile.recognition.base import Mismatch
+from moecompile.recognition.body import Body, NotRowwise, Setting, Source
 from moecompile.recognition.choices import Choice, dependents, find_choices, static_nodes
-from moecompile.recognition.match import Match, Matcher, Mismatch
-from moecompile.recognition.probe import Unknown, expert_count
+from moecompile.recognition.match import Match, Matcher
+from moecompile.recognition.probe import UnknownError
 from moecompile.recognition.regions import Component, Proposal, Region
+from moecompile.recognition.stand_in import expert_count
+from moecompile.recognition.trace import trace_body
 
 ACCEPTED = (
-    "accepted forms: a loop over experts that gathers an expert's tokens (torch.where, masks, nonzero, sorted and split) and "
-    "adds weight * expert(tokens) back, every expert on all tokens times a masked weight, and stacked weights [E, ...] with "
-    "bmm, einsum or w[e]"
+    "accepted forms: a loop over experts that picks an expert's tokens (torch.where, masks, nonzero, sorted and split) and "
+    "adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] with bmm, "
+    "einsum or w[e]"
 )
 _KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
 
@@ -36,8 +39,8 @@ _KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
 class Layer:
     """One recognised MoE layer.
 
-    ``body`` is the body of the first expert, ``weights`` line up with its leaves: for each, the E sources in expert order
-    (one source where the weight is stacked or all experts share it).
+    ``body`` is the body of the first expert, ``weights`` line up with its leaves: for each, the E sources in expert
+    order (one source where the weight is stacked or all experts share it).
     """
 
     choice: Choice
@@ -99,7 +102,13 @@ def _refusal(choice: Choice, why: str) -> CaptureError:
 class _Reader:
     """From a proposal to a layer."""
 
-    def __init__(self, region: Region, proposal: Proposal, inputs: Mapping[Node, Input], constants: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        region: Region,
+        proposal: Proposal,
+        inputs: Mapping[Node, Input],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
         self.region = region
         self.choice = region.choice
         self.proposal = proposal
@@ -122,7 +131,7 @@ class _Reader:
                 continue
             try:
                 return self._matched(bodies)
-            except (Mismatch, Unknown) as error:
+            except (Mismatch, UnknownError) as error:
                 reasons.append(str(error))
         if self.proposal.dense and not self._has_expert_weights():
             return None
@@ -132,7 +141,9 @@ class _Reader:
 
     def _groups(self, components: list[Component]) -> list[tuple[list[Body], str]]:
         """Sets of bodies that may be the experts of the decision, or the reason why not."""
-        if len(components) == 1 or any(self._expert_axes(item) for item in components) and len(components) < self.choice.num_options:
+        if len(components) == 1 or (
+            any(self._expert_axes(item) for item in components) and len(components) < self.choice.num_options
+        ):
             return [self._batched(item) for item in components]
         kept: list[Body] = []
         for item in components:
@@ -148,7 +159,12 @@ class _Reader:
     def _trace(self, component: Component, axes: str) -> Body:
         stops = frozenset() if component.entry is None else frozenset({component.entry})
         setting = Setting(
-            self.region.static, self.shared, stops, self.choice.num_options, self.region.is_coefficient, self._constant
+            self.region.static,
+            self.shared,
+            stops,
+            self.choice.num_options,
+            self.region.is_coefficient,
+            self._constant,
         )
         return trace_body(component.exit, axes, setting)
 
@@ -180,7 +196,11 @@ class _Reader:
             difference = _difference(first, body)
             if difference:
                 name = self._expert_name(body) or meta.where(body.exit)
-                return [], f"{name} differs from {self._expert_name(first) or 'the first expert'}: {difference}, and all experts must be alike"
+                other = self._expert_name(first) or "the first expert"
+                return (
+                    [],
+                    f"{name} differs from {other}: {difference}, and all experts must be alike",
+                )
         return bodies, ""
 
     def _constant(self, node: Node) -> torch.Tensor | None:
@@ -207,7 +227,14 @@ class _Reader:
         if num_experts != self.choice.num_options:
             raise Mismatch(f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found")
         match = Matcher(self.region, bodies, experts, self.constants).match()
-        return Layer(self.choice, match, bodies[0], self._weights(bodies, match.order), num_experts, self._how(bodies[0]))
+        return Layer(
+            self.choice,
+            match,
+            bodies[0],
+            self._weights(bodies, match.order),
+            num_experts,
+            self._how(bodies[0]),
+        )
 
     def _numbered(self, bodies: list[Body]) -> list[int]:
         """A number for each distinct set of weights: the index into shared storage, else the order in the graph."""
@@ -226,13 +253,19 @@ class _Reader:
         """For each leaf of the first body: the sources of all experts, in expert order."""
         if bodies[0].batched:
             return [[source] for source in bodies[0].leaves]
-        by_expert = {expert: body for expert, body in zip(order, bodies, strict=True)}
-        rows = [[by_expert[expert].leaves[slot] for expert in sorted(by_expert)] for slot in range(len(bodies[0].leaves))]
+        by_expert = dict(zip(order, bodies, strict=True))
+        rows = [
+            [by_expert[expert].leaves[slot] for expert in sorted(by_expert)] for slot in range(len(bodies[0].leaves))
+        ]
         return [row[:1] if len({source.node for source in row}) == 1 else row for row in rows]
 
     def _expert_name(self, body: Body) -> str:
         """The module of an expert, from its parameters' names."""
-        names = [self.inputs[source.node].fqns[0] for source in body.leaves if source.node in self.inputs and self.inputs[source.node].fqns]
+        names = [
+            self.inputs[source.node].fqns[0]
+            for source in body.leaves
+            if source.node in self.inputs and self.inputs[source.node].fqns
+        ]
         common = names[0].split(".")[:-1] if names else []
         for name in names[1:]:
             parts = name.split(".")
@@ -242,7 +275,11 @@ class _Reader:
 
     def _how(self, body: Body) -> str:
         if body.batched:
-            return "stacked weights, every expert on all tokens" if self.proposal.dense else "stacked weights, one-hot dispatch"
+            return (
+                "stacked weights, every expert on all tokens"
+                if self.proposal.dense
+                else "stacked weights, one-hot dispatch"
+            )
         if self.proposal.dense:
             return "loop over experts, masked weights"
         if body.entry.target in (torch.ops.aten.narrow.default, torch.ops.aten.slice.Tensor):
@@ -292,7 +329,8 @@ def _difference(one: Body, other: Body) -> str:
             return f"{theirs.node.name} is stored otherwise than {mine.node.name}"
         a, b = meta.tensor(mine.node), meta.tensor(theirs.node)
         if mine.shape != theirs.shape or a.dtype != b.dtype:
-            return f"{theirs.node.name} is {b.dtype}{list(theirs.shape)} where {mine.node.name} is {a.dtype}{list(mine.shape)}"
+            found, wanted = f"{b.dtype}{list(theirs.shape)}", f"{a.dtype}{list(mine.shape)}"
+            return f"{theirs.node.name} is {found} where {mine.node.name} is {wanted}"
     return ""
 
 

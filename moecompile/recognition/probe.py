@@ -1,125 +1,106 @@
-"""Run a region on probe values, with a cheap stand-in for each expert.
-
-The expert bodies are known to be row-wise, so what is left to prove is how rows are picked, weighted and put back.  Each
-body is replaced by a nonlinear function of its rows that differs from expert to expert; the rest of the region runs as it
-stands, in float64 on the CPU.
-"""
+"""Compute values of a region on probes: in float64 on the CPU, with the experts' results made by stand-ins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from moecompile import graph as ir
 from moecompile import meta
 from moecompile.recognition import rowwise
-from moecompile.recognition.body import Body
-from moecompile.recognition.choices import Choice
-
-Expert = Callable[[int, torch.Tensor], torch.Tensor]
+from moecompile.recognition.scale import Scale
+from moecompile.recognition.stand_in import BodyStandIn
 
 
-class Unknown(Exception):
+class UnknownError(Exception):
     """A value of the region cannot be computed from probes."""
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """A function of rows for every expert: ``sin(a * x + b)`` on features, or ``a * x`` where it has to be linear."""
+class Setup:
+    """The region as the probes see it.
 
-    slopes: torch.Tensor  # [E, out]
-    shifts: torch.Tensor
-    linear: bool = False
-
-    @staticmethod
-    def make(num_experts: int, width: int, linear: bool, generator: torch.Generator) -> StandIn:
-        shape = num_experts, width
-        slopes = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-        return StandIn(slopes, torch.rand(shape, generator=generator, dtype=torch.float64) * 3, linear)
-
-    def __call__(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        features = torch.arange(self.slopes.shape[1]) % rows.shape[1]
-        scaled = rows[:, features] * self.slopes[expert]
-        return scaled if self.linear else torch.sin(scaled + self.shifts[expert])
-
-
-class Evaluator:
-    """Computes values of a graph from given ones.
-
-    ``outside`` are sources that are drawn at random: placeholders, and products with weights, whose own operands then do
-    not matter.  ``drawn`` holds what was drawn, so that gradients with respect to it can be compared.
+    ``inner`` is what depends on the experts' tokens or on the decision; other floating values are drawn at random, and
+    so are products with weights, whose own operands then do not matter.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        static: frozenset[Node],
-        constants: Mapping[str, torch.Tensor],
-        generator: torch.Generator,
-    ) -> None:
-        self.nodes = list(graph.nodes)
-        self.static = static
-        self.constants = constants
-        self.generator = generator
-        self.drawn: dict[Node, torch.Tensor] = {}
+    order: Mapping[Node, int]
+    static: frozenset[Node]
+    inner: frozenset[Node]
+    constants: Mapping[str, torch.Tensor]
 
-    def run(
-        self, outs: Iterable[Node], given: Mapping[Node, Any], computed: Mapping[Node, Callable[[dict[Node, Any]], Any]]
-    ) -> dict[Node, Any]:
-        """Values of ``outs``. ``given`` are known; each of ``computed`` is made by its own function of the others."""
-        values: dict[Node, Any] = dict(given)
-        needed = self._needed(list(outs), set(given), computed)
-        for node in self.nodes:
-            if node not in needed or node in values:
-                continue
-            if node in computed:
-                values[node] = computed[node](values)
-            elif self.is_source(node):
-                values[node] = self._draw(node)
-            else:
-                values[node] = self._call(node, values)
-        return values
+    def is_source(self, node: Node) -> bool:
+        if node.op != "call_function":
+            return True
+        if rowwise.is_linear(node) and any(item in self.static for item in rowwise.tensor_inputs(node)):
+            return True
+        if node in self.inner or node in self.static or node.target in _MADE or not meta.is_tensor(node):
+            return False
+        return meta.tensor(node).is_floating_point()
 
-    def _needed(self, outs: list[Node], given: set[Node], computed: Mapping[Node, Any]) -> set[Node]:
+    def cone(self, outs: Iterable[Node], given: set[Node], computed: Mapping[Node, Any]) -> list[Node]:
+        """What has to be computed for ``outs``, in graph order."""
         seen, todo = set(outs), list(outs)
         while todo:
             here = todo.pop()
             if here in given or (here not in computed and self.is_source(here)):
                 continue
-            for source in getattr(computed.get(here), "needs", None) or here.all_input_nodes:
+            for source in computed[here].needs if here in computed else here.all_input_nodes:
                 if source not in seen:
                     seen.add(source)
                     todo.append(source)
-        return seen
+        return sorted(seen, key=self.order.__getitem__)
 
-    def is_source(self, node: Node) -> bool:
-        if node.op != "call_function":
-            return True
-        return rowwise.is_linear(node) and any(item in self.static for item in rowwise.tensor_inputs(node))
+
+class Evaluator:
+    """Computes values of a region; ``drawn`` holds what was drawn, for gradients with respect to it."""
+
+    def __init__(self, setup: Setup, scale: Scale, generator: torch.Generator) -> None:
+        self.setup = setup
+        self.scale = scale
+        self.generator = generator
+        self.drawn: dict[Node, torch.Tensor] = {}
+
+    def run(
+        self, outs: Iterable[Node], given: Mapping[Node, Any], computed: Mapping[Node, BodyStandIn]
+    ) -> dict[Node, Any]:
+        """Values of ``outs``. ``given`` are known; ``computed`` are the experts' results."""
+        values: dict[Node, Any] = dict(given)
+        for node in self.setup.cone(outs, set(given), computed):
+            if node in values:
+                continue
+            if node in computed:
+                values[node] = computed[node](values)
+            elif self.setup.is_source(node):
+                values[node] = self._draw(node)
+            else:
+                values[node] = self._call(node, values)
+        return values
 
     def _draw(self, node: Node) -> Any:
-        if node.name in self.constants:
-            return _double(self.constants[node.name])
+        if node.name in self.setup.constants:
+            return _double(self.setup.constants[node.name])
         if node not in self.drawn:
             found = node.meta.get("val")
             if not isinstance(found, torch.Tensor) or not all(isinstance(size, int) for size in found.shape):
-                raise Unknown(f"{meta.where(node)} has no size that is known")
+                raise UnknownError(f"{meta.where(node)} has no size that is known")
+            shape = self.scale.shape(found.shape)
             if found.is_floating_point():
-                made = torch.rand(found.shape, generator=self.generator, dtype=torch.float64) + 0.1
+                made = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 0.1
                 self.drawn[node] = made.requires_grad_()
             else:
-                self.drawn[node] = torch.zeros(found.shape, dtype=found.dtype)
+                self.drawn[node] = torch.zeros(shape, dtype=found.dtype)
         return self.drawn[node]
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        args = tree_map(_plain, map_arg(node.args, values.__getitem__))
-        kwargs = tree_map(_plain, map_arg(node.kwargs, values.__getitem__))
+        args, kwargs = self.scale.arguments(node, (node.args, node.kwargs))
+        args = tree_map(_plain, map_arg(args, values.__getitem__))
+        kwargs = tree_map(_plain, map_arg(kwargs, values.__getitem__))
         if node.target in _EMPTY:  # never written elements are no part of any meaning
             made = node.target(*args, **kwargs)  # type: ignore[operator]
             return torch.zeros_like(made)
@@ -127,8 +108,27 @@ class Evaluator:
 
 
 aten = torch.ops.aten
+# Only the shape of their operand counts, so they are computed even where that is drawn.
+_MADE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+    }
+)
 _EMPTY = frozenset(
-    {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default, aten.new_empty_strided.default}
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.empty_strided.default,
+        aten.new_empty_strided.default,
+    }
 )
 
 
@@ -142,82 +142,3 @@ def _plain(item: Any) -> Any:
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().to("cpu")
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
-
-
-class BodyStandIn:
-    """Computes a body's exit from its entry with a stand-in; ``experts`` says which expert each part is."""
-
-    def __init__(self, body: Body, expert_of: Mapping[int, int], component: int, expert: Expert, static: frozenset[Node]) -> None:
-        self.body = body
-        self.expert = expert
-        self.experts = [expert_of[component]] if not body.batched else list(range(expert_count(body)))
-        self.needs = [body.entry, *[node for node, _ in body.coefficients if node not in static]]
-
-    def __call__(self, values: dict[Node, Any]) -> torch.Tensor:
-        body = self.body
-        entry = values[body.entry]
-        parts = _parts(entry, body.entry_axes, len(self.experts))
-        made = [self.expert(expert, rows) for expert, rows in zip(self.experts, parts, strict=True)]
-        for node, axes in body.coefficients:
-            factors = [part.reshape(-1, 1) for part in _parts(values[node], axes, len(self.experts))]
-            made = [rows * factor for rows, factor in zip(made, factors, strict=True)]
-        return self._shaped(made, entry)
-
-    def _shaped(self, made: list[torch.Tensor], entry: torch.Tensor) -> torch.Tensor:
-        """Rows of each expert in the shape and order of axes of the exit."""
-        axes, wanted = self.body.exit_axes, meta.tensor(self.body.exit).shape
-        rows = [size if isinstance(size, int) else -1 for size, letter in zip(wanted, axes, strict=True) if letter == "R"]
-        if rows.count(-1) > 1:
-            rows = [size for size, letter in zip(entry.shape, self.body.entry_axes, strict=True) if letter == "R"]
-        width = made[0].shape[1]
-        if -1 in rows:
-            known = 1
-            for size in rows:
-                known *= 1 if size == -1 else size
-            rows[rows.index(-1)] = made[0].shape[0] // known
-        whole = torch.stack([part.reshape(*rows, width) for part in made]) if "E" in axes else made[0].reshape(*rows, width)
-        names = ("E" if "E" in axes else "") + "R" * len(rows) + "F"
-        return whole.permute(_places(names, axes))
-
-
-def expert_count(body: Body) -> int:
-    return int(meta.tensor(body.exit).shape[body.exit_axes.index("E")])
-
-
-def _places(names: str, wanted: str) -> list[int]:
-    """The permutation that brings axes named ``names`` into the order ``wanted``; rows keep their order."""
-    left: dict[str, list[int]] = {}
-    for position, letter in enumerate(names):
-        left.setdefault(letter, []).append(position)
-    return [left[letter].pop(0) for letter in wanted]
-
-
-def _parts(value: torch.Tensor, axes: str, count: int) -> list[torch.Tensor]:
-    """The rows ``[n, features]`` that each expert sees of a value."""
-    if value.dim() == 0:
-        return [value.reshape(1, 1)] * count
-    order = sorted(range(len(axes)), key=lambda dim: "ERF".index(axes[dim]))
-    value = value.permute(order)
-    features = 1
-    for dim, letter in enumerate(axes):
-        features *= value.shape[order.index(dim)] if letter == "F" else 1
-    if "E" in axes:
-        return [part.reshape(-1, features) for part in value]
-    return [value.reshape(-1, features)] * count
-
-
-def probe_ids(choice: Choice, round_: int, generator: torch.Generator) -> torch.Tensor:
-    """Distinct ids per token in the shape of the choice: every expert in turn, all tokens to a few experts, or at random."""
-    tokens, top_k, options = choice.num_tokens, choice.top_k, choice.num_options
-    if round_ == 0:
-        first = torch.arange(tokens)[:, None] * top_k
-        ids = (first + torch.arange(top_k)) % options
-    elif round_ == 1:
-        ids = torch.arange(top_k).flip(0).expand(tokens, top_k).clone()
-    else:
-        ids = torch.stack([torch.randperm(options, generator=generator)[:top_k] for _ in range(tokens)])
-    return ids.reshape(meta.tensor(choice.ids).shape)
-
-
-def between(graph: Graph, starts: Iterable[Node], end: Node) -> list[Node]:
-    return ir.between(graph, starts, end)

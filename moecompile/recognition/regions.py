@@ -1,6 +1,6 @@
 """Where a routing decision meets experts: the values that enter each expert, and those that leave it.
 
-Gathered: rows picked by the decision enter expert weights; each run of row-wise operators between them is one component.
+Gathered: rows picked by the decision enter expert weights; each run of row-wise operators is one component.
 Dense: every expert sees all tokens, and its result later meets a mask or a weight of the decision.
 """
 
@@ -31,7 +31,7 @@ class Component:
 
 @dataclass
 class Proposal:
-    """What may be the experts of one routing decision. ``trouble`` says why there are none although there seem to be."""
+    """What may be the experts of one routing decision. ``trouble`` says why what looks like experts is none."""
 
     choice: Choice
     components: list[Component] = field(default_factory=list)
@@ -57,11 +57,8 @@ class Region:
         if node not in self.routed or not meta.is_tensor(node):
             return False
         found = meta.tensor(node)
-        return (
-            found.is_floating_point()
-            and (found.dim() == 0 or str(found.shape[-1]) == "1")
-            or found.dtype == torch.bool
-            and str(found.shape[-1]) == "1"
+        return (found.is_floating_point() and (found.dim() == 0 or str(found.shape[-1]) == "1")) or (
+            found.dtype == torch.bool and str(found.shape[-1]) == "1"
         )
 
     def propose(self) -> Proposal:
@@ -85,7 +82,9 @@ class Region:
             exits = self._exits(component.nodes)
             if len(exits) != 1:
                 names = ", ".join(meta.where(item) for item in exits) or "nothing"
-                found.trouble = found.trouble or f"an expert hands out {len(exits)} values ({names}), where one is expected"
+                found.trouble = (
+                    found.trouble or f"an expert hands out {len(exits)} values ({names}), where one is expected"
+                )
         return found
 
     def _entries(self, found: Proposal) -> list[Node]:
@@ -124,7 +123,11 @@ class Region:
             if here.op != "call_function" or here not in self.routed or not rowwise.may_be_rowwise(here):
                 found[here] = None
                 continue
-            sources = [item for item in rowwise.tensor_inputs(here) if item not in self.static and not self.is_coefficient(item)]
+            sources = [
+                item
+                for item in rowwise.tensor_inputs(here)
+                if item not in self.static and not self.is_coefficient(item)
+            ]
             if any(item not in self.routed for item in sources):
                 found[here] = None  # routed and other values meet here
             else:
@@ -151,7 +154,7 @@ class Region:
         seen, todo = {node}, [node]
         while todo:
             here = todo.pop()
-            if here.target in _ACCUMULATORS or rowwise.is_linear(here) and self._weighted_rows(here) is not None:
+            if here.target in _ACCUMULATORS or (rowwise.is_linear(here) and self._weighted_rows(here) is not None):
                 return []
             for item in here.all_input_nodes:
                 if (

@@ -90,7 +90,13 @@ OVER_FEATURES: dict[Any, int | None] = {
     aten.flip.default: 1,
 }
 REDUCTIONS = frozenset(
-    {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
+    {
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.linalg_vector_norm.default,
+    }
 )
 NORMS: dict[Any, tuple[int, int]] = {  # positions of weight and bias (-1: none)
     aten.rms_norm.default: (2, -1),
@@ -101,7 +107,13 @@ PIECES = frozenset(
 )
 SLICES = frozenset({aten.slice.Tensor, aten.narrow.default, aten.select.int})
 RESHAPES = frozenset(
-    {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int}
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
 )
 AXES = frozenset(
     {

@@ -29,6 +29,11 @@ class Segment:
         )
         self.outputs = [node for node in self.nodes if any(user not in own for user in node.users)]
 
+    @property
+    def layer(self) -> str | None:
+        """Module path of the layer that the segment is, None between layers."""
+        return meta.layer(self.nodes[0])
+
     def leaks_symbols(self) -> bool:
         """Whether a run-time size leaves the segment."""
         return any(True for node in self.outputs for _ in graphs.symbolic_sizes(node.meta.get("val")))

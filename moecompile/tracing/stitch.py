@@ -77,7 +77,7 @@ class Stitcher:
 
     # -- copying -----------------------------------------------------------------------------------------------------
     def _copy_forward(self, segment: Segment, template: Template) -> _Instance:
-        local = _Instance(self.graph, self.mode, {})
+        local = _Instance(self.graph, self.mode, {}, template.layer, segment.layer)
         for slot, node in zip(template.inputs, segment.inputs, strict=True):
             local.env[slot] = self.env[node]
         local.copy(template.forward)
@@ -108,14 +108,24 @@ class Stitcher:
 class _Instance:
     """One copy of a template, with unbacked sizes of its own."""
 
-    def __init__(self, graph: Graph, mode: FakeTensorMode, env: dict[Node, Node]) -> None:
+    def __init__(
+        self, graph: Graph, mode: FakeTensorMode, env: dict[Node, Node], template_layer: str | None, layer: str | None
+    ) -> None:
         self.graph, self.mode, self.env = graph, mode, env
+        self.template_layer, self.layer = template_layer, layer
         self._symbols: dict[Any, torch.SymInt] = {}
+        self._names: dict[str, str] = {}
 
     def copy(self, nodes: list[Node]) -> None:
         for node in nodes:
             made = self.graph.node_copy(node, self.env.__getitem__)
             made.meta = meta.copy_meta(node)
+            self._names[node.name] = made.name
+            twin = meta.twin(node)
+            if twin is not None and twin in self._names:
+                meta.set_twin(made, self._names[twin])
+            if self.template_layer and self.layer and self.template_layer != self.layer:
+                meta.move_modules(made, self.template_layer, self.layer)
             if any(True for _ in graphs.symbolic_sizes(node.meta.get("val"))):
                 made.meta["val"] = tree_map(self._fresh, node.meta["val"])
             self.env[node] = made

@@ -27,7 +27,10 @@ from .segments import Segment
 
 @dataclass
 class Template:
-    """A joint graph. ``gradients[i]`` belongs to the segment's ``inputs[i]``, None where there is none."""
+    """A joint graph. ``gradients[i]`` belongs to the segment's ``inputs[i]``, None where there is none.
+
+    ``layer`` is the module path of the layer that was traced; copies are of other layers.
+    """
 
     inputs: list[Node]
     cotangents: list[Node]
@@ -35,6 +38,7 @@ class Template:
     backward: list[Node]
     outputs: list[Any]
     gradients: list[Any]
+    layer: str | None = None
 
 
 def _leaf(node: Node, needs_grad: bool, mode: FakeTensorMode) -> Any:
@@ -121,7 +125,15 @@ def _read(segment: Segment, graph: Graph, inputs: Sequence[bool], num_inputs: in
         outputs, grads = list(flat[0]), list(flat[1])
     found = iter(grads)
     gradients = [next(found) if need else None for need in inputs]
-    return Template(placeholders[:num_inputs], placeholders[num_inputs:], forward, backward, list(outputs), gradients)
+    return Template(
+        placeholders[:num_inputs],
+        placeholders[num_inputs:],
+        forward,
+        backward,
+        list(outputs),
+        gradients,
+        segment.layer,
+    )
 
 
 def _tag(forward: list[Node], backward: list[Node]) -> None:

@@ -98,6 +98,7 @@ def build(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     config = getattr(transformers, config_class)(**{key: value for key, value in values.items() if value is not None})
     config.use_cache = False
     torch.manual_seed(seed)
+    config._experts_implementation = "eager"
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -37,6 +37,7 @@ class Config:
     bias: bool = False
     aux: float = 0.0
     normalize: bool = True
+    dropout: float = 0.0
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -162,6 +163,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.dropout = config.dropout
         self.norm_1 = nn.LayerNorm(config.hidden, bias=config.bias)
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
@@ -173,7 +175,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm_1(x)).reshape(batch, length, 3, 2, hidden // 2).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, hidden))
+        x = x + F.dropout(self.out(seen.transpose(1, 2).reshape(batch, length, hidden)), self.dropout, self.training)
         out, balance = self.moe(self.norm_2(x), push)
         return x + out, balance
 

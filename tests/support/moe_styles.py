@@ -224,7 +224,9 @@ class BiasedGroups(Layer):
         choice = scores + self.bias
         best = choice.view(-1, 2, EXPERTS // 2).topk(2, dim=-1)[0].sum(-1)
         group = torch.topk(best, k=1, dim=-1, sorted=False)[1]
-        mask = torch.zeros_like(best).scatter_(1, group, 1).unsqueeze(-1).expand(-1, 2, EXPERTS // 2).reshape(-1, EXPERTS)
+        mask = (
+            torch.zeros_like(best).scatter_(1, group, 1).unsqueeze(-1).expand(-1, 2, EXPERTS // 2).reshape(-1, EXPERTS)
+        )
         ids = torch.topk(choice.masked_fill(~mask.bool(), 0.0), k=TOP_K, dim=-1, sorted=False)[1]
         w = scores.gather(1, ids)
         return w / (w.sum(-1, keepdim=True) + 1e-20), ids
@@ -268,7 +270,13 @@ class BiasNormExperts(Layer):
 
     def make(self) -> None:
         def expert() -> nn.Module:
-            return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.GELU(), nn.Dropout(0.0), nn.Linear(INNER, WIDTH))
+            return nn.Sequential(
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, INNER),
+                nn.GELU(),
+                nn.Dropout(0.0),
+                nn.Linear(INNER, WIDTH),
+            )
 
         self.experts = nn.ModuleList([expert() for _ in range(EXPERTS)])
         self.scales = nn.ParameterList([nn.Parameter(torch.rand(WIDTH) + 0.5) for _ in range(EXPERTS)])
@@ -474,7 +482,10 @@ class OneHotDispatch(Stacked):
         w, ids = self.route(x)
         slots = self.slots or x.shape[0]
         chosen = F.one_hot(ids, EXPERTS)
-        place = chosen.permute(1, 0, 2).reshape(-1, EXPERTS).cumsum(0).reshape(TOP_K, -1, EXPERTS).permute(1, 0, 2) * chosen - 1
+        place = (
+            chosen.permute(1, 0, 2).reshape(-1, EXPERTS).cumsum(0).reshape(TOP_K, -1, EXPERTS).permute(1, 0, 2) * chosen
+            - 1
+        )
         keep = (place >= 0) & (place < slots)
         slot = F.one_hot(place.clamp(0, slots - 1), slots) * keep.unsqueeze(-1)
         combine = (slot * w[:, :, None, None]).sum(1)

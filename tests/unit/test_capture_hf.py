@@ -141,3 +141,55 @@ def test_meta_model_is_captured_for_the_device_of_its_inputs() -> None:
     devices = {meta.tensor(node).device.type for node in captured.graph_module.graph.nodes if meta.is_tensor(node)}
     assert devices == {"cpu"}
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_cache_in_the_return_value_is_rebuilt() -> None:
+    model = build("qwen3_moe")
+    model.config.use_cache = True
+    captured = capture_model(model, (), batch())
+    assert captured.loss_index == 0
+    assert_matches_eager(captured, model, **batch(seed=5), tolerance=2e-5)
+    outs = run_captured(captured, model, **batch(seed=5))
+    assert type(captured.rebuild(outs).past_key_values).__name__ == "DynamicCache"
+
+
+def test_evaluation_without_labels_has_no_loss() -> None:
+    model = build("mixtral").eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        captured = capture_model(model, (ids,), {})
+        wanted = model(ids.flip(0)).logits
+    assert captured.loss_index is None
+    assert [item.name for item in captured.inputs if item.kind is InputKind.BATCH] == ["input_ids"]
+    found = captured.rebuild(run_captured(captured, model, ids.flip(0))).logits
+    assert_close("logits", found.detach(), wanted, 2e-5)
+
+
+@pytest.mark.parametrize("parameters", [[], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]])
+def test_lora_adapters_match_eager(parameters: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], target_parameters=parameters)
+    model = peft.get_peft_model(build("qwen3_moe"), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = dict(model.named_parameters())
+    captured = capture_model(model, (), batch())
+    trained = {item.fqns[0] for item in captured.inputs if item.kind is InputKind.PARAM and item.requires_grad}
+    assert trained == {name for name, parameter in before.items() if parameter.requires_grad}
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert_matches_eager(captured, model, **batch(seed=5), tolerance=2e-5)
+
+
+def test_bf16_parameters_and_fp64_parameters() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 5e-2), (torch.float64, 1e-6)):
+        model = build("qwen3_moe").to(dtype)
+        captured = capture_model(model, (), batch())
+        assert_matches_eager(captured, model, **batch(seed=5), tolerance=tolerance)
+
+
+def test_activation_checkpointing_is_traced_through() -> None:
+    model = build("qwen3_moe")
+    plain = targets(capture_model(model, (), batch()))
+    model.gradient_checkpointing_enable()
+    assert targets(capture_model(model, (), batch())) == plain

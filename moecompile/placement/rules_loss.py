@@ -1,0 +1,130 @@
+"""Losses. A mean over cut rows is the local sum over the global count: the ranks' shares add up to the mean of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import meta, ops
+from .call import Call, Decision, Needs, NoRule, Rule, align, arguments, changed
+from .sharder import Emitter, Sharder
+from .types import PARTIAL, REPLICATE, Partial, Shard
+
+aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # reductions, as torch numbers them
+
+
+def classes(call: Call) -> Decision:
+    """cross_entropy_loss, nll_loss: predictions [C], [N, C] or [N, C, ...], targets without C (or, as probabilities, with it)."""
+    source, target, weight = call.args[0], call.args[1], call.get("weight")
+    call.whole([weight], "class weight")
+    ndim = len(call.shape(source))
+    class_dim = 0 if ndim == 1 else 1
+    same = len(call.shape(target)) == ndim and meta.tensor(target).is_floating_point()  # targets are probabilities
+    cut = _rows_cut(call, class_dim, same)
+    if cut is None:
+        return Decision(REPLICATE, call.reduced())
+    if cut.dim == class_dim:
+        raise NoRule("its class dim is cut, which only vocabulary parallelism may do.")
+    after = cut.moved(cut.dim - (cut.dim > class_dim))
+    needs = Needs()
+    for item, wanted in ((source, cut), (target, cut if same else after)):
+        if call.placed(item) != wanted:
+            needs.want(item, wanted)
+    if isinstance(weight, Node) and isinstance(call.placed(weight), Partial):
+        needs.want(weight, REPLICATE)
+    return Decision(after if call.get("reduction") == _NONE else PARTIAL, needs)
+
+
+def _rows_cut(call: Call, class_dim: int, same: bool) -> Shard | None:
+    """The cut of the rows, seen from the predictions."""
+    placed, target = call.placed(call.args[0]), call.placed(call.args[1])
+    cuts = {placed} if isinstance(placed, Shard) else set()
+    if isinstance(target, Shard):
+        cuts.add(target if same else target.moved(target.dim + (target.dim >= class_dim)))
+    if len(cuts) > 1:
+        raise NoRule("predictions and targets are cut differently; keep the batch dim in one place.")
+    return cuts.pop() if cuts else None
+
+
+def _emit_classes(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """A mean: local sum over global count. Narrow types are summed as float32, in which no sum overflows."""
+    found = arguments(node)
+    axes = [axis for axis, decision in decisions.items() if isinstance(decision.out, Partial)]
+    if found["reduction"] == _NONE or not axes or _linear_only(walk, node, decisions):
+        return None
+    dtype = meta.tensor(node).dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if wide == dtype:
+        args, kwargs = changed(node, reduction=_SUM)
+        total = walk.emit(node, args, kwargs, decisions)
+    else:
+        args, kwargs = changed(node, reduction=_NONE)
+        rows = walk.emit(node, args, kwargs, decisions)
+        total = walk.call(aten.sum.default, rows, like=node, dtype=wide)
+    if found["reduction"] == _MEAN:
+        total = walk.call(aten.div.Tensor, total, _count(walk, node, decisions, axes, wide), like=node)
+    return total if wide == dtype else walk.call(aten._to_copy.default, total, like=node, dtype=dtype)
+
+
+def _linear_only(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> bool:
+    """Nothing is cut: the call stays as it is."""
+    return not any(
+        isinstance(walk.place(item, axis), Shard) or isinstance(decision.need.get(item), Shard)
+        for axis, decision in decisions.items()
+        for item in node.all_input_nodes
+    )
+
+
+def _count(walk: Sharder, node: Node, decisions: dict[str, Decision], axes: list[str], dtype: torch.dtype) -> Any:
+    """How many rows (or how much class weight) the mean divides by: a global number."""
+    found = arguments(node)
+    target, weight = found["target"], found["weight"]
+    if meta.tensor(target).is_floating_point():
+        return meta.tensor(target).numel() // meta.tensor(node.args[0]).shape[1]  # type: ignore[arg-type]
+    local = walk.operand(target, decisions)
+    mask = walk.call(aten.ne.Scalar, local, found["ignore_index"], like=node)
+    if isinstance(weight, Node):
+        safe = walk.call(aten.mul.Tensor, local, mask, like=node)
+        picked = walk.call(aten.index.Tensor, walk.operand(weight, decisions), [safe], like=node)
+        share = walk.call(aten.sum.default, walk.call(aten.mul.Tensor, picked, mask, like=node), like=node, dtype=dtype)
+    else:
+        share = walk.call(aten.sum.default, mask, like=node)
+    for axis in axes:
+        share = walk.call(ops.all_reduce, share, "sum", axis, like=node)
+    return walk.call(aten._to_copy.default, share, like=node, dtype=dtype)
+
+
+def elements(call: Call) -> Decision:
+    """mse_loss, l1_loss and the like: elementwise in all operands, then reduced."""
+    shapes = [call.shape(item) for item in call.tensors()]
+    cut, needs = align(call, call.tensors(), len(torch.broadcast_shapes(*shapes)))
+    if cut is None:
+        return Decision(REPLICATE, call.reduced())
+    return Decision(cut if call.get("reduction") == _NONE else PARTIAL, needs)
+
+
+def _emit_elements(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """A mean: this rank's mean of its equal part, divided by the number of parts."""
+    parts = 1
+    for axis, decision in decisions.items():
+        parts *= walk.axes[axis] if isinstance(decision.out, Partial) else 1
+    if parts == 1 or arguments(node)["reduction"] != _MEAN:
+        return None
+    return walk.call(aten.div.Tensor, walk.emit(node, node.args, node.kwargs, decisions), parts, like=node)
+
+
+_CLASSES = [aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default, aten.nll_loss2d.default]
+_ELEMENTS = [
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.kl_div.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.soft_margin_loss.default,
+]  # fmt: skip
+
+RULES: dict[Any, Rule] = {**dict.fromkeys(_CLASSES, classes), **dict.fromkeys(_ELEMENTS, elements)}
+EMITTERS: dict[Any, Emitter] = {
+    **dict.fromkeys(_CLASSES, _emit_classes),
+    **dict.fromkeys(_ELEMENTS, _emit_elements),
+}

@@ -1,0 +1,126 @@
+"""Probe with few tokens: which constants of a region mean a number of tokens, and how few tokens show everything.
+
+A region that was captured for T tokens holds T in its shapes.  Where T is told apart from every other size, shapes
+are rewritten for fewer tokens.  Limits (a capacity, a cut-off) stay, and there are more probe tokens than any limit,
+so that what a limit drops is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moecompile import meta
+from moecompile.recognition import rowwise
+from moecompile.recognition.choices import Choice
+
+aten = torch.ops.aten
+_ENDLESS = 2**62
+_SHAPED = rowwise.RESHAPES | {
+    aten.expand.default,
+    aten.repeat.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.empty.memory_format,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+}
+_LIMITS = frozenset(
+    {
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.lt.Scalar,
+        aten.le.Scalar,
+        aten.gt.Scalar,
+        aten.ge.Scalar,
+        aten.clamp.default,
+        aten.clamp_max.default,
+        aten.clamp_min.default,
+        aten.slice.Tensor,
+        aten.narrow.default,
+        aten.one_hot.default,
+        aten.topk.default,
+        aten.remainder.Scalar,
+        aten.fmod.Scalar,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the captured region -> sizes of the probe; empty where the probe has the captured sizes."""
+
+    sizes: Mapping[int, int] = field(default_factory=dict)
+
+    def size(self, size: int) -> int:
+        return self.sizes.get(size, size)
+
+    def shape(self, shape: Sequence[Any]) -> list[Any]:
+        return [self.sizes.get(size, size) if isinstance(size, int) else size for size in shape]
+
+    def arguments(self, node: Node, args: Any) -> Any:
+        """Arguments of a call with its token counts replaced."""
+        if not self.sizes or node.target not in _SHAPED | _LIMITS:
+            return args
+        limits = {size - 1: small - 1 for size, small in self.sizes.items()} if node.target in _LIMITS else {}
+        known = {**limits, **self.sizes}
+        return tree_map(lambda item: known.get(item, item) if type(item) is int else item, args)
+
+
+def choose_scale(cone: Iterable[Node], choice: Choice, tokens: Node, width: int) -> Scale:
+    """The smallest probe that shows what the whole region does; no change of sizes where they cannot be told apart."""
+    nodes = list(cone)
+    rows = meta.tensor(tokens).shape
+    counts = [choice.num_tokens, choice.num_tokens * choice.top_k]
+    outer = 1
+    if len(rows) > 2:  # [batch, sequence, width]: fewer positions, as many sequences
+        counts.append(int(rows[-2]))
+        outer = choice.num_tokens // int(rows[-2])
+    known = {*counts, *(count - 1 for count in counts)}
+    floor = _largest_limit(nodes, known)
+    if floor is None or set(counts) & _feature_sizes(nodes, choice, width, outer):
+        return Scale()
+    wanted = max(8, 2 * -(-choice.num_options // choice.top_k), 2 * (floor + 1))
+    inner = -(-wanted // outer)
+    small = inner * outer
+    if 2 * small > choice.num_tokens:
+        return Scale()
+    return Scale(dict(zip(counts, (small, small * choice.top_k, inner), strict=False)))
+
+
+def _largest_limit(nodes: list[Node], known: set[int]) -> int | None:
+    """The largest number that may cut tokens off; None where a token count stands where it is not understood."""
+    floor = 0
+    for node in nodes:
+        for item in tree_leaves((node.args, node.kwargs)):
+            if type(item) is not int or abs(item) >= _ENDLESS:
+                continue
+            if item in known and node.target not in _SHAPED | _LIMITS:
+                return None
+            if node.target in _LIMITS and item not in known:
+                floor = max(floor, item)
+        if node.op != "call_function" and meta.is_tensor(node):
+            sizes = [size for size in meta.tensor(node).shape if isinstance(size, int)]
+            if not meta.tensor(node).is_floating_point():
+                floor = max([floor, *sizes])
+    return floor
+
+
+def _feature_sizes(nodes: list[Node], choice: Choice, width: int, outer: int) -> set[int]:
+    """Sizes that mean something else than tokens."""
+    found = {choice.num_options, choice.top_k, width, outer}
+    for node in nodes:
+        if meta.is_tensor(node) and meta.tensor(node).is_floating_point() and meta.tensor(node).dim() > 1:
+            last = meta.tensor(node).shape[-1]
+            if isinstance(last, int):
+                found.add(last)
+    return found

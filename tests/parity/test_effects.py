@@ -1,0 +1,192 @@
+"""Every pass does something that can be seen without comparing numbers, and the check turns red when the pass does nothing.
+
+A program that shards nothing is exact, too: parity alone would not notice a pass that is switched off.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.fx import Node
+
+from moecompile import graph as graphs
+from moecompile import meta, ops, pipeline
+from moecompile.compilation import Request, as_program, capture, default_pipeline
+from moecompile.passes import PASSES
+from moecompile.placement.types import Shard
+from moecompile.plan import Plan
+from moecompile.program import InputKind, Level, OutputKind, Program
+from tests.support.models import Config, build, tokens
+from tests.support.parity import slice_for
+
+aten = torch.ops.aten
+CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, dtype=torch.bfloat16)
+PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
+BATCH = tokens(16, 3, 0)
+
+
+def calls(program: Program, *targets: object) -> list[Node]:
+    return graphs.find(program.graph, *targets)
+
+
+def elements(program: Program) -> int:
+    """Elements of all parameters that one rank holds."""
+    sizes = [torch.Size(item.local_shape(program.mesh)).numel() for _, item in program.items() if item.kind is InputKind.PARAM]
+    return sum(sizes)
+
+
+def recognized(program: Program) -> None:
+    assert len(calls(program, ops.permute)) == len(calls(program, ops.unpermute)) == CONFIG.layers
+    assert len(calls(program, ops.grouped_linear)) == 3 * CONFIG.layers
+    assert not calls(program, aten.where.default, aten.index_add.default, aten.nonzero.default)
+    stacks = [item for item in program.inputs if item.stacked]
+    assert [len(item.fqns) for item in stacks] == [CONFIG.experts] * 3 * CONFIG.layers
+    assert len(program.layers) == CONFIG.layers
+
+
+def router_cast(program: Program) -> None:
+    for topk in calls(program, aten.topk.default):
+        assert meta.tensor(topk.all_input_nodes[0]).dtype is torch.float32
+    wide = [node for node in calls(program, aten.linear.default) if meta.tensor(node).dtype is torch.float32]
+    assert len(wide) == CONFIG.layers
+
+
+def randoms_seeded(program: Program) -> None:
+    assert not calls(program, aten.dropout.default)
+    assert len(calls(program, ops.uniform)) == CONFIG.layers
+    assert sum(item.kind is InputKind.SEED for item in program.inputs) == 1
+
+
+def loss_normalized(program: Program) -> None:
+    assert sum(item.kind is InputKind.SCALE for item in program.inputs) == 1
+    assert sum(item.what == "num_valid" for item in program.outputs) == 1
+
+
+def metrics_recorded(program: Program) -> None:
+    assert sum(item.what == "tokens_per_expert" for item in program.outputs) == CONFIG.layers
+
+
+def batch_cut(program: Program) -> None:
+    share = 16 // PLAN.microbatches // PLAN.num_data_ranks
+    batch = [node for node, item in program.items() if item.kind is InputKind.BATCH]
+    assert [meta.tensor(node).shape[0] for node in batch] == [share] * 2
+    assert all(meta.tensor(node).shape[0] == share * 3 for node in calls(program, ops.unpermute))
+
+
+def experts_cut(program: Program) -> None:
+    every = sum(param.numel() for param in build(CONFIG).parameters())
+    experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.hidden * CONFIG.inner
+    assert elements(program) == every - experts + experts // PLAN.ep
+    stacks = [node for node, item in program.items() if item.stacked]
+    assert {meta.tensor(node).shape[0] for node in stacks} == {CONFIG.experts // PLAN.ep}
+
+
+def tokens_dispatched(program: Program) -> None:
+    for target in (ops.exchange_counts, ops.sizes_to_host, ops.dispatch, ops.combine):
+        assert len(calls(program, target)) == CONFIG.layers, target
+    for node in calls(program, ops.grouped_linear):
+        assert any(source.target is ops.dispatch for source in graphs.ancestors(node))
+
+
+def differentiated(program: Program) -> None:
+    assert program.level is Level.STEP
+    trained = {item.name for item in program.inputs if item.requires_grad}
+    assert {item.name for item in program.outputs if item.kind is OutputKind.GRAD} == trained
+    assert len(calls(program, ops.grouped_linear_wgrad)) == 3 * CONFIG.layers
+    assert any(meta.direction(node) is meta.Direction.BACKWARD for node in calls(program, ops.dispatch))
+
+
+def loss_summed(program: Program) -> None:
+    (at,) = (at for at, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS)
+    last = program.output_nodes()[at]
+    assert last.target is ops.all_reduce and last.args[1:] == ("sum", "dp")
+
+
+def gradients_summed(program: Program) -> None:
+    """The last thing that happens to a gradient is a sum over the ranks that hold its parameter."""
+    inputs = {item.name: item for item in program.inputs}
+    views = (aten.reshape.default, aten.view.default, aten.split_with_sizes.default, operator.getitem)
+    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is not OutputKind.GRAD:
+            continue
+        while found.target in views:
+            found = found.all_input_nodes[0]
+        cut = any(isinstance(placed, Shard) for _, placed in inputs[item.name].placements)
+        assert found.target is ops.all_reduce and found.args[2] == ("edp" if cut else "dp"), item.name
+
+
+def ops_lowered(program: Program) -> None:
+    assert not calls(program, ops.grouped_linear, ops.grouped_linear_wgrad, ops.unpermute)
+    assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
+
+
+EFFECTS: dict[str, Callable[[Program], None]] = {
+    "recognize-moe": recognized,
+    "cast-router": router_cast,
+    "seed-random": randoms_seeded,
+    "normalize-loss": loss_normalized,
+    "record-metrics": metrics_recorded,
+    "shard-dense": batch_cut,
+    "shard-experts": experts_cut,
+    "insert-dispatch": tokens_dispatched,
+    "differentiate": differentiated,
+    "sync-loss": loss_summed,
+    "sync-grads": gradients_summed,
+    "lower-ops": ops_lowered,
+}
+
+
+@dataclass
+class Outcome:
+    """What the effect check said after a run of the pass that did nothing, and after the real one."""
+
+    idle: Exception | None
+    real: Exception | None
+    rewrites: int
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    """One pipeline in which each pass first runs with an empty body and then for real."""
+    part = slice_for(slice_for(BATCH, PLAN, 0), Plan(dp=PLAN.microbatches), 0)
+    request = Request((), part, PLAN)
+    program = as_program(capture(build(CONFIG), request), request)
+    found = {}
+    for item in pipeline.parse(default_pipeline(PLAN, step=True), PASSES):
+        facts, level = program.facts, program.level
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(item), "run", lambda self, graph, ctx: 0)
+            pipeline.run(program, (item,), PASSES, check=False, record_text=False)
+        idle = verdict(item.name, program)
+        program.facts, program.level = facts, level
+        pipeline.run(program, (item,), PASSES, check=False, record_text=False)
+        found[item.name] = Outcome(idle, verdict(item.name, program), program.history[-1].rewrites)
+    return found
+
+
+def verdict(name: str, program: Program) -> Exception | None:
+    try:
+        EFFECTS[name](program)
+    except (AssertionError, ValueError) as error:
+        return error
+    return None
+
+
+def test_every_pass_has_an_effect_test(outcomes: dict[str, Outcome]) -> None:
+    assert set(EFFECTS) == set(outcomes) == set(PASSES)
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_effect(name: str, outcomes: dict[str, Outcome]) -> None:
+    if outcomes[name].real is not None:
+        raise outcomes[name].real
+    assert outcomes[name].rewrites > 0
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_effect_turns_red_when_the_pass_does_nothing(name: str, outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[name].idle is not None
