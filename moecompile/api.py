@@ -44,7 +44,7 @@ def parallelize(
     plan = plan.resolve(process_groups.world_size())
     process_groups.start(plan)
     tune_allocator()
-    parallel = ParallelModel(model, plan, loss_fn)
+    parallel = ParallelModel(model, plan, loss_fn, init_fn)
     if example is not None:
         args, kwargs = split_call(example)
         parallel.prepare(args, kwargs)

@@ -1,4 +1,4 @@
-"""Find, build and replace nodes. Every node made here carries a fake value, so that no later pass has to guess a shape."""
+"""Find, build and replace nodes. Every node made here carries a fake value: no later pass has to guess a shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensor
 def op_name(target: Any) -> str:
     """What a value is called after the op that makes it: ``linear`` for ``aten.linear.default``."""
     if isinstance(target, OpOverload):
-        return str(target.name()).split("::")[1].split(".")[0]
+        return str(target).split(".")[1]
     return str(getattr(target, "__name__", target)).split(".")[0]
 
 
@@ -85,7 +85,7 @@ def call(
     mode: FakeTensorMode | None = None,
     **kwargs: Any,
 ) -> Node:
-    """Insert a call at the graph's insertion point; its value is computed, its module and source are those of ``like``."""
+    """Insert a call at the insertion point; its value is computed, its module and source are those of ``like``."""
     node = graph.create_node("call_function", target, args, kwargs, name=op_name(target))
     if like is not None:
         node.meta = meta.copy_meta(like)

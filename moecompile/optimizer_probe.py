@@ -60,3 +60,28 @@ def fresh_state(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, n
         else:
             found[key] = value
     return found
+
+
+def is_elementwise(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int) -> bool:
+    """Whether two steps on half of a tensor, beside another parameter, equal those on the whole of it."""
+    dtype = torch.float64 if param.device.type == "cpu" else torch.float32
+    source = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=dtype).to(param.device)
+
+    shape = [4] + [3] * (ndim - 1)
+    start, other, grads = draw(*shape), draw(3), [(draw(*shape), draw(3)) for _ in range(2)]
+    devices = [param.device] if param.device.type == "cuda" else []
+
+    def updated(rows: int) -> list[Tensor]:
+        params = [nn.Parameter(start[:rows].clone()), nn.Parameter(other.clone())]
+        made = probe(opt, group, params, 0.1)
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            for large, small in grads:
+                params[0].grad, params[1].grad = large[:rows].clone(), small.clone()
+                run(made)
+        return [params[0].detach()[:2], params[1].detach()]
+
+    return all(torch.allclose(half, full, rtol=1e-6, atol=1e-9) for half, full in zip(updated(2), updated(4), strict=True))

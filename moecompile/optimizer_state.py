@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import CaptureError
 from .optimizer_probe import fresh_state
 from .state import State
 
@@ -34,6 +33,7 @@ def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
                 held = fresh_state(opt, group, param, len(state.weights.global_shape(name)))
                 missing.append(name)
             if held:
+                cut_unused(state, name, param, held)
                 found[name] = {key: _spread(state, name, param, key, value) for key, value in held.items()}
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
@@ -47,7 +47,7 @@ def _spread(state: State, name: str, param: nn.Parameter, key: str, value: Any) 
     if not isinstance(value, Tensor) or value.dim() == 0 or state.weights.cut_of(name) is None:
         return value
     if value.shape != param.shape:
-        raise CaptureError(
+        raise ValueError(
             f"the optimizer keeps '{key}' of shape {list(value.shape)} for '{name}', whose share here has shape {list(param.shape)}, "
             "so it cannot be cut or joined as the parameter is; use an elementwise optimizer such as AdamW, SGD or RMSprop."
         )
@@ -61,7 +61,7 @@ def load_optimizer(state: State, opt: Optimizer, given: Mapping[str, Any]) -> No
     ``torch.distributed.checkpoint.state_dict`` or from the ``state_dict()`` of the plain model's optimizer. Before the model is cut
     the state stays whole and is cut with it.
 
-    Raises CaptureError for parameters that are missing or unknown, for other groups, and for shapes that are not the plain model's.
+    Raises ValueError for parameters that are missing or unknown, for other groups, and for shapes that are not the plain model's.
     """
     names = _names(state, opt)
     ours = [[names[id(param)] for param in group["params"]] for group in opt.param_groups]
@@ -97,7 +97,7 @@ def _by_name(given: Mapping[str, Any], ours: list[list[str]]) -> tuple[dict[str,
     flat = [name for group in ours for name in group]
     if keys and not any(isinstance(key, str) for key in keys):
         if len(keys) != len(flat):
-            raise CaptureError(
+            raise ValueError(
                 f"the optimizer state is for {len(keys)} parameters, but this optimizer has {len(flat)}; build it over the same parameters "
                 "in the same order as the one that was saved."
             )
@@ -107,7 +107,7 @@ def _by_name(given: Mapping[str, Any], ours: list[list[str]]) -> tuple[dict[str,
         by_key = {key: key for key in keys}
     missing, unknown = sorted(set(flat) - set(by_key.values())), sorted(set(by_key.values()) - set(flat))
     if missing or unknown:
-        raise CaptureError(
+        raise ValueError(
             f"the optimizer state lacks {_few(missing)} and has {_few(unknown)} that this optimizer does not have; build the optimizer "
             "over the same parameters as the one that was saved."
         )
@@ -121,7 +121,7 @@ def _group_of(names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> Mappi
     """The one saved group that holds these parameters."""
     found = [group for group in saved if set(group["params"]) & set(names)]
     if len(found) != 1 and names:
-        raise CaptureError(
+        raise ValueError(
             f"the group of {_few(list(names))} spans {len(found)} groups of the saved optimizer state; group the parameters as they were "
             "when it was saved."
         )
@@ -138,6 +138,13 @@ def cut_loaded(state: State) -> None:
                 cut_entries(state, name, param, held)
 
 
+def cut_unused(state: State, name: str, param: nn.Parameter, held: MutableMapping[str, Any]) -> None:
+    """Cut a state that an optimizer made when it was built and that no step has used."""
+    step = held.get("step")
+    if step is not None and float(step) == 0:
+        cut_entries(state, name, param, held)
+
+
 def cut_entries(state: State, name: str, param: nn.Parameter, held: MutableMapping[str, Any]) -> None:
     """Replace whole tensors of one parameter's optimizer state by this rank's part."""
     for key, value in held.items():
@@ -150,7 +157,7 @@ def _names(state: State, opt: Optimizer) -> dict[int, str]:
     for number, group in enumerate(opt.param_groups):
         for param in group["params"]:
             if id(param) not in names:
-                raise CaptureError(
+                raise ValueError(
                     f"the optimizer's group {number} holds a tensor of shape {list(param.shape)} that is no parameter of the model; build it "
                     "from model.parameters(), of which parallelize keeps the identity."
                 )

@@ -7,12 +7,13 @@ import hashlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import grads
+from . import grads, meta_init, optimizer_guard
 from .compat import tree_flatten
 from .compilation import Request, check_batch, compile_call
 from .compiled import CompiledCall
@@ -23,7 +24,7 @@ from .plan import Plan
 from .program import Program
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .state import State
+from .state import State, fill_meta, save_pretrained
 from .weights import Weights
 
 _LOG = logging.getLogger("moecompile")
@@ -37,7 +38,13 @@ class ParallelModel(nn.Module):
     share. Made by `moecompile.parallelize`; not to be built by hand.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, loss_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: Callable[..., Any] | None = None,
+        init_fn: meta_init.InitFn | None = None,
+    ) -> None:
         super().__init__()
         self.__dict__["_module"] = model
         # one set of dictionaries: names, modes and moves of the plain model are those of this one
@@ -47,6 +54,7 @@ class ParallelModel(nn.Module):
         self.__dict__["_state"] = _State(plan, mesh, ProcessGroups(mesh, _device(model)), loss_fn)
         self._state.weights = Weights(model, mesh, self._state.groups.rank)
         self._state.layout = State(self._state.weights, self._state.groups)
+        self._state.init_fn = init_fn
 
     # -- what a plain module would answer ------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +65,8 @@ class ParallelModel(nn.Module):
                 raise AttributeError(
                     f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
                 ) from None
-            return getattr(self.__dict__["_module"], name)
+            found = getattr(self.__dict__["_module"], name)
+            return partial(save_pretrained, self._state.layout) if name == "save_pretrained" else found
 
     def train(self, mode: bool = True) -> ParallelModel:
         self.__dict__["_module"].train(mode)
@@ -105,12 +114,33 @@ class ParallelModel(nn.Module):
         found = OrderedDict(state_dict)
         found._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
         self._state.layout.split_all(found)
+        fill_meta(self.plain, found)
         return self.plain.load_state_dict(found, strict=strict)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Loading through a module around this one: its children find their parts in the same dictionary afterwards.
         self._state.layout.split_all(state_dict, prefix)
         self.plain._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
+        """``to()``, ``half()`` and their like work on this rank's share, which then makes up new stacks."""
+        state, before = self._state, _device(self.plain)
+        self.plain._apply(fn, recurse)
+        state.weights.restack()
+        if _device(self.plain).type != before.type:
+            self._regroup()
+        return self
+
+    def _regroup(self) -> None:
+        """Communicate on another kind of device from now on."""
+        state = self._state
+        state.groups = ProcessGroups(state.mesh, _device(self.plain))
+        state.layout.use(state.groups)
+        for handle in filter(None, state.marked.values()):
+            handle.remove()
+        state.cache.clear()
+        state.marked.clear()
+        self._mark_cut_gradients()
 
     # -- a call ------------------------------------------------------------------------------------------------------
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
@@ -144,13 +174,19 @@ class ParallelModel(nn.Module):
         except Exception as found:
             error = found
         text = "" if program is None else hashlib.sha256(program.graph_module.code.encode()).hexdigest()
+        if meta_init.on_meta(self.plain):
+            text += f"\ntorch.initial_seed() {torch.initial_seed()}, from which the weights are drawn"
         if state.control:
             control.agree(state.groups, text, error)
         if error is not None:
             raise error
         assert program is not None
         state.weights.cut(program.inputs)
+        if meta_init.on_meta(self.plain):
+            meta_init.materialize(self.plain, state.weights.shapes, state.layout.keep(args, kwargs), state.init_fn)
+        state.weights.restack()
         cut_loaded(state.layout)
+        optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
         return CompiledCall(program, state.groups, state.weights, synced=state.sync)
 
@@ -188,6 +224,7 @@ class _State:
 
     weights: Weights
     layout: State
+    init_fn: meta_init.InitFn | None
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn

@@ -23,7 +23,7 @@ PassTable = Mapping[str, type[Pass]]
 _ITEM = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
 
 
-# ---- text --------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str, table: PassTable) -> tuple[Pass, ...]:
@@ -34,7 +34,8 @@ def parse(text: str, table: PassTable) -> tuple[Pass, ...]:
         found = _ITEM.match(text, at)
         if found is None or (found.group(3) and not text[found.end() :].strip()):
             raise PassError(
-                f"pipeline: cannot read '{text[at : at + 30]}' at position {at}; write name or name{{key=value}}, separated by commas."
+                f"pipeline: cannot read '{text[at : at + 30]}' at position {at}; write name or name{{key=value}}, "
+                f"separated by commas."
             )
         name, options = found.group(1), found.group(2)
         if name not in table:
@@ -64,13 +65,13 @@ def to_text(passes: Sequence[Pass]) -> str:
     return ",".join(item.text for item in passes)
 
 
-# ---- order -------------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------------------------
 
 
 def check_order(
     passes: Sequence[Pass], table: PassTable, facts: frozenset[Fact] = frozenset(), level: Level = Level.MODEL
 ) -> None:
-    """Raise a PassError if some pass would find a fact missing, a fact too early or the wrong level; nothing has run by then."""
+    """Raise a PassError if a pass would find a fact missing or too early, or the wrong level; nothing runs."""
     held = frozenset(facts)
     for item in passes:
         _check_place(item, table, held, level)
@@ -83,7 +84,9 @@ def _check_place(item: Pass, table: PassTable, held: frozenset[Fact], level: Lev
     """One pass, given what holds where it stands."""
     if item.level is not None and item.level is not level:
         side = "after" if item.level is Level.STEP else "before"
-        raise PassError(f"pipeline: '{item.name}' works on the {item.level.name.lower()} graph; put it {side} 'differentiate'.")
+        raise PassError(
+            f"pipeline: '{item.name}' works on the {item.level.name.lower()} graph; put it {side} 'differentiate'."
+        )
     for fact in _sorted(item.requires - held):
         raise PassError(
             f"pipeline: '{item.name}' needs the fact {fact.name} ({fact.value}), which does not hold there; "
@@ -91,11 +94,14 @@ def _check_place(item: Pass, table: PassTable, held: frozenset[Fact], level: Lev
         )
     for fact in _sorted(item.excludes & held):
         raise PassError(
-            f"pipeline: '{item.name}' cannot run once the fact {fact.name} holds ({fact.value}); put it before {_givers(fact, table)}."
+            f"pipeline: '{item.name}' cannot run once the fact {fact.name} holds ({fact.value}); "
+            f"put it before {_givers(fact, table)}."
         )
     if item.provides and item.provides <= held:
         fact = _sorted(item.provides)[0]
-        raise PassError(f"pipeline: '{item.name}' would run twice, since {fact.name} holds ({fact.value}); leave it out there.")
+        raise PassError(
+            f"pipeline: '{item.name}' would run twice, since {fact.name} holds ({fact.value}); leave it out there."
+        )
 
 
 def _sorted(facts: frozenset[Fact]) -> list[Fact]:
@@ -107,7 +113,7 @@ def _givers(fact: Fact, table: PassTable) -> str:
     return " or ".join(names) or "a pass that provides it"
 
 
-# ---- running -----------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -122,9 +128,9 @@ def run(
 ) -> Program:
     """Run ``passes`` over ``program`` in place, verifying after each; returns it with its history.
 
-    ``dump_dir``: a folder for the program after each pass that changed it, numbered, as files that `moecompile.load` reads.
-    When a pass or its verification fails, the program before it, the rest of the pipeline and the plan are left in a folder
-    there, which the error names.
+    ``dump_dir``: a folder for the program after each pass that changed it, numbered, as files that `moecompile.load`
+    reads. When a pass or its verification fails, the program before it, the rest of the pipeline and the plan are left
+    in a folder there, which the error names.
     """
     check_order(passes, table, program.facts, program.level)
     graphs.tidy_names(program.graph)
@@ -198,7 +204,7 @@ def _diff(before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
 
 
-# ---- dumps -------------------------------------------------------------------------------------------------------------
+# ---- dumps ---------------------------------------------------------------------------------------------------------
 
 
 class _Dump:

@@ -1,7 +1,7 @@
-"""Canonical text of a program: runnable Python, one line a node, with shapes, placements and the bytes that collectives move.
+"""Canonical text of a program: runnable Python, one line a node, with shapes, placements and the bytes moved.
 
-Values are named by op (``dispatch``, ``dispatch_1``), so one inserted node changes one line; run-time sizes are ``u0``, ``u1``, ...
-in the order in which they are read. The same program always gives the same text.
+Values are named by op (``dispatch``, ``dispatch_1``), so one inserted node changes one line; run-time sizes are ``u0``,
+``u1``, ... in the order in which they are read. The same program always gives the same text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .plan import Plan
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b1": torch.bool, "c64": torch.complex64,
-    "c128": torch.complex128,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b1": torch.bool,
+    "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
 _SHORT = {dtype: short for short, dtype in DTYPES.items()}
 _SYMBOL = re.compile(r"\bu\d+\b")
@@ -65,7 +65,7 @@ class Printable(Protocol):
     def output_nodes(self) -> list[Any]: ...
 
 
-# ---- values and arguments ----------------------------------------------------------------------------------------------
+# ---- values and arguments ------------------------------------------------------------------------------------------
 
 
 def type_text(found: Any) -> str:
@@ -97,13 +97,12 @@ def argument_text(arg: Any) -> str:
 
 def _target(node: Node) -> str:
     target: Any = node.target
+    name = getattr(target, "__name__", "")
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{target}"
-    if getattr(operator, getattr(target, "__name__", ""), None) is target:
-        return f"operator.{target.__name__}"
-    if getattr(torch, getattr(target, "__name__", ""), None) is target:
-        return f"torch.{target.__name__}"
-    return f"{target.__module__}.{target.__name__}"
+    if getattr(operator, name, None) is target:
+        return f"operator.{name}"
+    return f"torch.{name}" if getattr(torch, name, None) is target else f"{target.__module__}.{name}"
 
 
 def node_line(node: Node) -> str:
@@ -115,7 +114,7 @@ def node_line(node: Node) -> str:
     return f"{node.name} = {_target(node)}({', '.join(parts)})"
 
 
-# ---- comments ----------------------------------------------------------------------------------------------------------
+# ---- comments ------------------------------------------------------------------------------------------------------
 
 
 def moved_bytes(node: Node) -> str:
@@ -130,7 +129,7 @@ def moved_bytes(node: Node) -> str:
 
 
 def comment(node: Node, *, sources: bool = False) -> str:
-    """Type, placement where recorded, bytes moved and module of a node, two spaces apart; ``sources`` adds ``at file:line``."""
+    """Type, recorded placement, bytes moved and module, two spaces apart; ``sources`` adds ``at file:line``."""
     parts = [
         type_text(node.meta.get("val")),
         placement_text(meta.placements(node)) if meta.has_placements(node) else "",
@@ -142,7 +141,7 @@ def comment(node: Node, *, sources: bool = False) -> str:
 
 
 class _Sizes:
-    """Names run-time sizes ``u0``, ``u1``, ... by first appearance: their numbers in the shape environment depend on its past."""
+    """Names run-time sizes by first appearance: their numbers in the shape environment depend on its past."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -151,7 +150,7 @@ class _Sizes:
         return _SYMBOL.sub(lambda found: self.names.setdefault(found.group(), f"u{len(self.names)}"), text)
 
 
-# ---- whole texts -------------------------------------------------------------------------------------------------------
+# ---- whole texts ---------------------------------------------------------------------------------------------------
 
 
 def graph_text(program: Printable, *, sources: bool = False) -> str:
@@ -205,7 +204,7 @@ def program_text(program: Printable, *, sources: bool = False) -> str:
     return "\n".join(head) + graph_text(program, sources=sources)
 
 
-# ---- saved programs ----------------------------------------------------------------------------------------------------
+# ---- saved programs ------------------------------------------------------------------------------------------------
 
 _NOTE = (
     '"""A program of moecompile, which can be edited: `moecompile.load` reads it back by running this very Python.\n\n'
@@ -290,7 +289,11 @@ def literal_text(found: Mapping[str, Any]) -> str:
         if isinstance(item, list) and item:
             lines += [f"    {key!r}: [", *(f"        {element!r}," for element in item), "    ],"]
         elif isinstance(item, dict) and item:
-            lines += [f"    {key!r}: {{", *(f"        {name!r}: {element!r}," for name, element in item.items()), "    },"]
+            lines += [
+                f"    {key!r}: {{",
+                *(f"        {name!r}: {element!r}," for name, element in item.items()),
+                "    },",
+            ]
         else:
             lines.append(f"    {key!r}: {item!r},")
     return "\n".join([*lines, "}"]) + "\n"

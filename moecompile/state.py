@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from .compat import all_gather_single
-from .errors import CaptureError
+from .compat import all_gather_single, tree_flatten
+from .meta_init import fill
 from .owned import OwnedTensor
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
@@ -33,6 +33,10 @@ class State:
         self.weights, self.groups = weights, groups
         self._mesh: DeviceMesh | None = None
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
+
+    def use(self, groups: ProcessGroups) -> None:
+        """Communicate over other groups, for a model that was moved to another kind of device."""
+        self.groups, self._mesh = groups, None
 
     # -- parts to global shapes, without communication ---------------------------------------------------------------
     def spread(self, name: str, local: Tensor) -> Tensor:
@@ -88,12 +92,12 @@ class State:
     def part(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a value of ``name`` that is whole, or spread by this or another parallel model.
 
-        Raises CaptureError for another shape than the plain model's, and for a DTensor that was pickled on another rank.
+        Raises RuntimeError for another shape than the plain model's, and for a DTensor that was pickled on another rank.
         Collective when the value is spread otherwise than here.
         """
         shape = self.weights.global_shape(name)
         if tuple(value.shape) != shape:
-            raise CaptureError(
+            raise RuntimeError(
                 f"the state of '{name}' has shape {list(value.shape)}, but the plain model's is {list(shape)}; pass the whole tensor "
                 "(as in the plain model's own state_dict), or a tensor of that global shape."
             )
@@ -110,6 +114,12 @@ class State:
             return value if self.weights.is_local(cut) else value.new_empty(0)
         index = self.weights.mesh.axis_index(cut.axis, self.groups.rank)
         return value.chunk(self.groups.size(cut.axis), cut.dim or 0)[index]
+
+    def keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str, Tensor], Tensor]:
+        """Turns a whole new weight into this rank's share, on the device of the call's tensors."""
+        leaves, _ = tree_flatten((args, kwargs))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        return lambda name, value: self.take(name, value).to(device, copy=True)
 
     def _as_held(self, value: Tensor, cut: Cut | None) -> Tensor | None:
         """The local part of a value that already lies as the weight does; None where it lies otherwise."""
@@ -153,9 +163,36 @@ class State:
 
 def full_state(state: State, found: Mapping[str, Any]) -> dict[str, Any]:
     """A snapshot of a plain module's ``state_dict``, of which this rank holds parts; collective."""
+    empty = next((name for name, value in found.items() if isinstance(value, Tensor) and value.is_meta), None)
+    if empty is not None:
+        raise RuntimeError(
+            f"'{empty}' is on the meta device and gets its values at the first call; call the model once, or pass example= to "
+            "parallelize."
+        )
     parts = {name: value for name, value in found.items() if isinstance(value, Tensor) and name in state.weights.shapes}
     wholes = state.gather(parts)
     return {name: wholes.get(name, copy.deepcopy(value)) for name, value in found.items()}
+
+
+def fill_meta(model: nn.Module, found: Mapping[str, Any]) -> None:
+    """Give parameters and buffers that have no data yet their values from a state."""
+    for name, item in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        value = found.get(name)
+        if item.is_meta and isinstance(value, Tensor) and not value.is_meta:
+            fill(item, value.detach().to(item.dtype, copy=True))
+
+
+def save_pretrained(state: State, directory: Any, *args: Any, **kwargs: Any) -> None:
+    """Hugging Face's method of the same name, given the whole weights: rank 0 writes, all ranks wait; collective."""
+    model, error = state.weights.model, None
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state(state, model.state_dict())
+    if state.groups.rank == 0 and kwargs.get("is_main_process", True):
+        try:
+            model.save_pretrained(directory, *args, **kwargs)  # type: ignore[operator]
+        except Exception as found:
+            error = found
+    control.agree(state.groups, "save_pretrained", error)
 
 
 def full_gradients(state: State) -> dict[str, Tensor | None]:
@@ -185,7 +222,7 @@ def _check_own(value: DTensor) -> None:
     here = (value.device_mesh.mesh == dist.get_rank()).nonzero().tolist()
     claimed = value.device_mesh.get_coordinate()
     if not here or claimed is None or list(claimed) != here[0]:
-        raise CaptureError(
+        raise RuntimeError(
             f"the state holds a DTensor that was saved by another rank (coordinate {claimed} of its mesh), so its experts would be "
             "duplicated here; save with torch.distributed.checkpoint, or torch.save(moecompile.full_state_dict(model))."
         )

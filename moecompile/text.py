@@ -1,7 +1,7 @@
 """Read a saved program back: run its Python statement by statement on recording proxies, then compute fake values anew.
 
-Loading a program executes the file, as importing a module would: load only what you would run. Nothing is unpickled; the
-description of inputs and outputs is read as literals.
+Loading a program executes the file, as importing a module would: load only what you would run. Nothing is unpickled;
+the description of inputs and outputs is read as literals.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _COMMENT = re.compile(r"  # (.*)$")
 def load(path: str | os.PathLike[str]) -> Program:
     """The program in a file that `Program.save` wrote, also after edits by hand. Executes the file.
 
-    Raises CaptureError, naming file and line, for a text that is not a program or that computes impossible shapes. What an edit
-    does to the meaning is not judged here: run the program and compare.
+    Raises CaptureError, naming file and line, for a text that is not a program or that computes impossible shapes. What
+    an edit does to the meaning is not judged here: run the program and compare.
     """
     source = Path(path).read_text(encoding="utf-8")
     return _Reader(source, str(path)).program()
@@ -77,11 +77,11 @@ class _Reader:
         function = self._function(tree)
         graph = self._trace(tree, function, data["inputs"])
         inputs, outputs = [_input(item) for item in data["inputs"]], [_output(item) for item in data["outputs"]]
-        results = graph.output_node().args[0]
-        if len(results) != len(outputs):  # type: ignore[arg-type]
+        results: Any = graph.output_node().args[0]
+        if len(results) != len(outputs):
             raise self._error(
                 function.body[-1],
-                f"the function returns {len(results)} values, but {len(outputs)} outputs are described; keep both in step",  # type: ignore[arg-type]
+                f"the function returns {len(results)} values for {len(outputs)} described outputs; keep both in step",
             )
         return Program(
             GraphModule(torch.nn.Module(), graph),
@@ -119,7 +119,8 @@ class _Reader:
                     raise self._error(statement, f"PROGRAM must hold literals only ({error})") from error
                 if found.get("format") != _FORMAT:
                     raise self._error(
-                        statement, f"the format is {found.get('format')}, this version reads {_FORMAT}; save the program again"
+                        statement,
+                        f"the format is {found.get('format')}, this version reads {_FORMAT}; save the program again",
                     )
                 return found
         raise self._error(None, "there is no PROGRAM; give a file that Program.save wrote, not what print shows")
@@ -139,7 +140,8 @@ class _Reader:
             return treespec_loads(text)
         except NotImplementedError as error:
             raise self._error(
-                None, f"the structure of the call has types that are not known here ({error}); import the model's library first"
+                None,
+                f"the call has types that are not known here ({error}); import the model's library first",
             ) from error
 
     # -- tracing -----------------------------------------------------------------------------------------------------
@@ -189,22 +191,22 @@ class _Reader:
             if "val" in node.meta:
                 break
             made.append(node)
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        found = space.get(target.id) if isinstance(target, ast.Name) else None
+        if isinstance(target, ast.Name) and isinstance(found, Proxy) and found.node in made:
+            rename_node(found.node, target.id)
         for node in reversed(made):
             if node.op != "call_function":
                 raise self._error(
                     statement, f"'{node.target}' is not a function; call torch.ops.* instead of methods and attributes"
                 )
             try:
-                node.meta["val"] = graphs.compute(node.target, node.args, node.kwargs, self.mode)  # type: ignore[arg-type]
+                node.meta["val"] = graphs.compute(node.target, node.args, node.kwargs, self.mode)
             except Exception as error:
                 raise self._error(
                     statement, f"'{node.name}' cannot be computed ({type(error).__name__}: {error})"
                 ) from error
             self._read_comment(statement, node)
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        found = space.get(target.id) if isinstance(target, ast.Name) else None
-        if isinstance(target, ast.Name) and isinstance(found, Proxy) and found.node in made:
-            rename_node(found.node, target.id)
 
     def _read_comment(self, statement: ast.stmt, node: Node) -> None:
         """What the comment behind a statement says, as the printer wrote it; an edited line may have none."""
@@ -223,7 +225,7 @@ class _Reader:
 _SECTIONS = {BACKWARD: meta.Direction.BACKWARD, FORWARD: meta.Direction.FORWARD}
 
 
-# ---- the literals of PROGRAM -------------------------------------------------------------------------------------------
+# ---- the literals of PROGRAM ---------------------------------------------------------------------------------------
 
 
 def _placements(found: Mapping[str, Any]) -> dict[str, Any]:

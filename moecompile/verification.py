@@ -123,6 +123,8 @@ def verify_plan(
     model = copy.deepcopy(model).cpu()
     if dtype is not None:
         model = model.to(dtype)
+    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped matmul that Hugging Face prefers has no float64
     calls = [[_slice(example, step * plan.num_data_ranks + rank, plan, dtype) for rank in range(plan.num_data_ranks)] for step in range(steps)]
     alone = _run(copy.deepcopy(model), [_joined(row, plan) for row in calls], loss_fn, _plain_clip)
     job = _Job(model, plan, loss_fn, calls)
@@ -237,7 +239,7 @@ def compare(alone: Trace, ranks: Sequence[Trace], mesh: Mesh, dtype: torch.dtype
     rows = []
     for kind, mine, key in (("loss", alone.losses, "losses"), ("norm", alone.norms, "norms")):
         for step, wanted in enumerate(mine):
-            errors = [_relative(torch.tensor(getattr(trace, key)[step]), torch.tensor(wanted), 0.0) for trace in ranks]
+            errors = [_relative(_scalar(getattr(trace, key)[step]), _scalar(wanted), 0.0) for trace in ranks]
             rows.append(_row(kind, f"step {step}", errors))
     floor = _ROUNDINGS * torch.finfo(dtype).eps * (alone.norms[0] if alone.norms else 0.0) / tolerance
     for kind, key in (("gradient", "gradients"), ("weight", "weights"), ("buffer", "buffers")):
@@ -250,6 +252,10 @@ def compare(alone: Trace, ranks: Sequence[Trace], mesh: Mesh, dtype: torch.dtype
             ]
             rows.append(_row(kind, name, errors))
     return rows
+
+
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def _row(kind: str, name: str, errors: Sequence[float]) -> Row:

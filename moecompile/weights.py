@@ -136,6 +136,13 @@ class Weights:
         self._stacks[names] = stack
         return stack
 
+    def restack(self) -> None:
+        """Make up the stacks again whose parameters have been moved or converted."""
+        with torch.no_grad():
+            for names, stack in list(self._stacks.items()):
+                if not self._is_intact(names, stack):
+                    self._restack(names)
+
     def _is_intact(self, names: tuple[str, ...], stack: Tensor) -> bool:
         """Whether the Parameters still point into the stack; ``model.to()`` and assignments to ``.data`` break that."""
         step = stack.stride(0) * stack.element_size()

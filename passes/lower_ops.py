@@ -24,6 +24,13 @@ _CPU: dict[Any, Any] = {
     ops.grouped_linear_wgrad: ops.cpu.grouped_linear_wgrad,
     ops.unpermute: ops.cpu.unpermute,
     ops.unpermute_backward: ops.cpu.unpermute_backward,
+    ops.swiglu: ops.cpu.swiglu,
+    ops.swiglu_backward: ops.cpu.swiglu_backward,
+    ops.silu_mul: ops.cpu.silu_mul,
+    ops.silu_mul_backward: ops.cpu.silu_mul_backward,
+    ops.rms_norm: ops.cpu.rms_norm,
+    ops.rms_norm_backward: ops.cpu.rms_norm_backward,
+    ops.rotary: ops.cpu.rotary,
 }
 
 

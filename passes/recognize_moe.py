@@ -43,8 +43,9 @@ class RecognizeMoe(Pass):
                 program.layers.append(_canonical_record(permute, dict(program.items())))
         layers = find_layers(graph.graph, dict(program.items()), program.constants)
         replaced: list[Node] = []
+        moved: dict[Node, Node] = {}  # results of layers written so far: a later layer may read them directly
         for layer in layers:
-            writer = _Writer(graph.graph, layer, ctx)
+            writer = _Writer(graph.graph, layer, ctx, moved)
             program.layers.append(writer.write())
             replaced += writer.replaced
         if layers:
@@ -62,10 +63,11 @@ class RecognizeMoe(Pass):
 class _Writer:
     """Writes one layer in place of its result. N rows, E experts."""
 
-    def __init__(self, graph: Graph, layer: Layer, ctx: PassContext) -> None:
+    def __init__(self, graph: Graph, layer: Layer, ctx: PassContext, moved: dict[Node, Node]) -> None:
         self.graph = graph
         self.layer = layer
         self.ctx = ctx
+        self.moved = moved
         self.inputs = dict(ctx.program.items())
         self.values: dict[int, Node] = {}
         self.per_expert: dict[int, bool] = {}
@@ -92,7 +94,9 @@ class _Writer:
             result = self._call(ops.unpermute, rows, row_map, tokens, top_k, probs)
             result = self._fit(result, found)
             if match.base is not None:
-                result = self._call(aten.add.Tensor, self._fit(match.base, found), result)
+                base = self.moved.get(match.base, match.base)
+                result = self._call(aten.add.Tensor, self._fit(base, found), result)
+        self.moved[match.result] = result
         graphs.replace(match.result, result)
         return self._record()
 
@@ -101,6 +105,7 @@ class _Writer:
 
     def _matrix(self, node: Node, shape: list[int]) -> Node:
         """The value with two axes."""
+        node = self.moved.get(node, node)
         return node if meta.tensor(node).dim() == 2 else self._call(aten.reshape.default, node, shape)
 
     def _fit(self, node: Node, wanted: torch.Tensor) -> Node:
@@ -235,8 +240,8 @@ class _Writer:
         described = [item for item in items if item is not None and item.fqns]
         if len(described) != len(sources) or any(len(item.fqns) != 1 for item in described):
             raise CaptureError(
-                f"recognize-moe: {meta.where(sources[0].node)} is an expert weight that is no parameter of its own; store "
-                "it as one."
+                f"recognize-moe: {meta.where(sources[0].node)} is an expert weight that is no parameter of its "
+                "own; store it as one."
             )
         kinds, frees = {item.kind for item in described}, {item.requires_grad for item in described}
         names = tuple(item.fqns[0] for item in described)
@@ -288,8 +293,8 @@ def _drop_inputs(replaced: list[Node], ctx: PassContext) -> None:
         if node.users:
             user = next(iter(node.users))
             raise CaptureError(
-                f"recognize-moe: the expert parameter {items[node].fqns[0]} is also used at {meta.where(user)}, so it cannot "
-                "live on one rank only; give that place a parameter of its own, or compute it after the step."
+                f"recognize-moe: the expert parameter {items[node].fqns[0]} is also used at {meta.where(user)}, so it "
+                "cannot live on one rank only; give that place a parameter of its own, or compute it after the step."
             )
         del items[node]
         program.graph.erase_node(node)
@@ -303,8 +308,8 @@ def _refuse_unread_experts(graph: Graph) -> None:
             continue
         if any(isinstance(size, torch.SymInt) for size in graphs.symbolic_sizes(node.meta.get("val"))):
             raise CaptureError(
-                f"recognize-moe: {meta.where(node)} computes on rows picked by their values, and this is not recognised as "
-                f"an MoE layer; {ACCEPTED}."
+                f"recognize-moe: {meta.where(node)} computes on rows picked by their values, and is not recognised "
+                f"as an MoE layer; {ACCEPTED}."
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecompile import ops
-from moecompile.ops.cpu import LIBRARY, check_rms_norm, check_silu_mul, check_swiglu, statistics_dtype
+from moecompile.ops.cpu import LIBRARY
 from moecompile.ops.experts import (
     check_grouped_linear,
     check_grouped_linear_wgrad,
@@ -21,6 +21,7 @@ from moecompile.ops.experts import (
     rows_by_expert,
     segments,
 )
+from moecompile.ops.fused import check_rms_norm, check_rotary, check_silu_mul, check_swiglu, statistics_dtype
 from moecompile.ops.routing import check_rows, check_unpermute, check_unpermute_backward, may_have_padding
 
 aten = torch.ops.aten
@@ -108,37 +109,46 @@ def unpermute_backward(grad: Tensor, rows: Tensor, row_map: Tensor, probs: Tenso
 
 
 # ---- swiglu ------------------------------------------------------------------------------------------------
-# Order and rounding are those of ATen's silu, mul and silu_backward, so where operands are dense in their last
-# dimension the results are theirs bit by bit.
+# Order of arithmetic is that of ATen's silu, mul and silu_backward. Blocks are copied to dense scratch, where silu is
+# vectorized; it is not on the halves of a wider tensor.
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     check_silu_mul(gate, up)
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    activated: Tensor = aten.silu.out(gate, out=out)
+    activated: Tensor = aten.silu.out(gate, out=torch.empty_like(gate))
     return activated.mul_(up)
 
 
 def swiglu(h: Tensor) -> Tensor:
     """silu(gate) * up for h = [gate|up] along the last dimension."""
     check_swiglu(h)
-    gate, up = h.chunk(2, -1)
-    return silu_mul(gate, up)
+    width = h.shape[-1]
+    out = h.new_empty(*h.shape[:-1], width // 2)
+    if not h.numel():
+        return out
+    gate, up = h.reshape(-1, width).chunk(2, 1)
+    step = max(1, BLOCK_ELEMENTS // max(width // 2, 1))
+    for o, g, u in zip(*(torch.split(t, step) for t in (out.view(-1, width // 2), gate, up)), strict=True):
+        o.copy_(g)
+        aten.silu_.default(o)
+        o.mul_(u)
+    return out
 
 
 def _write_silu_mul_grads(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
     """Fill the last two arguments block by block; all are [R, F]."""
     num_rows, width = gate.shape
     step = max(1, min(num_rows, BLOCK_ELEMENTS // max(width, 1)))
-    scratch = gate.new_empty(step, width)
+    scratch = gate.new_empty(2, step, width)
     blocks = (torch.split(t, step) for t in (grad, gate, up, grad_gate, grad_up))
     for d, g, u, out_g, out_u in zip(*blocks, strict=True):
-        s = scratch[: g.shape[0]]
-        aten.silu.out(g, out=s)
+        dense, s = scratch[0, : g.shape[0]].copy_(g), scratch[1, : g.shape[0]]
+        aten.silu.out(dense, out=s)
         torch.mul(d, s, out=out_u)
         torch.mul(d, u, out=s)
-        aten.silu_backward.grad_input(s, g, grad_input=out_g)
+        aten.silu_backward.grad_input(s, dense, grad_input=s)
+        out_g.copy_(s)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +181,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(statistics_dtype(x))
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # the fastest reduction of squares there is here
     rstd = length.square_().div_(max(x.shape[-1], 1)).add_(eps).rsqrt_()
-    return torch.mul(wide, rstd).to(x.dtype).mul_(weight).contiguous(), rstd.contiguous()
+    y = torch.empty_like(x)
+    normed = torch.mul(wide, rstd, out=y) if wide is x else y.copy_(wide * rstd)
+    return normed.mul_(weight), rstd.contiguous()
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,8 +198,30 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> 
     buffer = torch.mul(g, wide_x).mul_(r)  # grad * n
     grad_weight = buffer.sum(0)
     slope = torch.linalg.vecdot(buffer, w).unsqueeze(1).mul_(r).mul_(r).div_(-max(width, 1))
-    grad_x = torch.mul(g, w, out=buffer).mul_(r).addcmul_(wide_x, slope)
-    return grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype)
+    grad_x = torch.mul(g, w, out=buffer).mul_(r).addcmul_(wide_x, slope).view(x.shape).to(x.dtype)
+    like_x = grad_x if x.is_contiguous() else torch.empty_like(x).copy_(grad_x)
+    return like_x, grad_weight.to(weight.dtype)
+
+
+# ---- rotary ------------------------------------------------------------------------------------------------
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x * cos + (-x2, x1) * sin, in three passes over x in the order in which it lies in memory."""
+    check_rotary(x, cos, sin)
+    half = x.shape[-1] // 2
+    order = sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)) + [x.dim() - 1]
+    # The angles are spread out but for the outermost dimensions that share them: long inner loops without broadcasting.
+    shared = 0
+    while shared < x.dim() - 1 and cos.shape[order[shared]] == 1:
+        shared += 1
+    lies, angles = x.permute(order), [t.permute(order) for t in (cos, sin)]
+    spread = [*angles[0].shape[:shared], *lies.shape[shared:]]
+    cos, sin = (t.expand(spread).contiguous() for t in angles)
+    sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+    turned = torch.mul(lies, cos).addcmul_(torch.roll(lies, half, -1), sin)
+    out = turned.permute([order.index(dim) for dim in range(x.dim())])
+    return out if out.stride() == torch.empty_like(x).stride() else torch.empty_like(x).copy_(out)
 
 
 # ---- registration ------------------------------------------------------------------------------------------
@@ -218,5 +252,6 @@ for _kernel in (
     silu_mul_backward,
     rms_norm,
     rms_norm_backward,
+    rotary,
 ):
     LIBRARY.impl(_kernel.__name__, refusing_gradients(_kernel), "CPU")  # type: ignore[no-untyped-call]

@@ -1,10 +1,15 @@
-"""Fixtures of more than one directory."""
+"""Fixtures and options of more than one directory."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.golden import Golden
 from tests.support.pool import Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write golden texts instead of comparing with them")
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +18,9 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks()
     yield made
     made.close()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compares a rewrite with its golden text."""
+    return Golden(request.config.getoption("--update-golden"))

@@ -30,7 +30,8 @@ class Autocast:
     @staticmethod
     def ambient(device_types: set[str]) -> Autocast:
         """The state the caller has set up around the model."""
-        on = sorted(device for device in device_types if torch.is_autocast_enabled(device))
+        known = [device for device in device_types if torch.amp.is_autocast_available(device)]
+        on = sorted(device for device in known if torch.is_autocast_enabled(device))
         return Autocast(tuple((device, torch.get_autocast_dtype(device)) for device in on))
 
     def inside(self, device: str, dtype: torch.dtype | None, enabled: bool) -> Autocast:

@@ -48,7 +48,7 @@ class _Call(nn.Module):
         args, kwargs = tree_unflatten([next(supply) if is_tensor else leaf for leaf, is_tensor in pairs], self._spec)
         name = type(self.model).__name__
         # Explained in here: export would print the graph so far for some of torch's errors.
-        with errors_explained(name), watched(self.model, list(tensors)):
+        with errors_explained(name), watched(self.model, list(tensors)), LoopCapture():
             output = self.model(*args, **kwargs)
             loss = None if self._loss_fn is None else self._loss_fn(output, *args, **kwargs)
         return self._results.collect(output, loss, self._loss_fn is not None, name)
@@ -80,7 +80,7 @@ def capture_model(
     device = tensors[0].device if tensors else torch.device("cpu")
     names = first_names(model)
     faked = _weights_faked(call, mode, device, shapes or {})
-    with faked, split_experts(model), torch_quiet(), errors_explained(name), LoopCapture():
+    with faked, split_experts(model), torch_quiet(), errors_explained(name):
         program = torch.export.export(call, tensors, strict=False)
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
     return lifter.finish(name, results, in_spec)

@@ -126,6 +126,7 @@ class LoopCapture(TorchFunctionMode):
             "__iter__": self._visit,
             "tolist": self._tolist,
             "numpy": self._tolist,
+            "__len__": self._length,
             "item": self._number,
             "__int__": self._number,
             "__index__": self._number,
@@ -295,6 +296,15 @@ class LoopCapture(TorchFunctionMode):
         sizes = [tensor[index].item() for index in range(tensor.shape[0])]
         pretend_at_least(sizes, 2)
         return sizes
+
+    def _length(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Python wants a number from ``len``, where ``numel`` and ``shape`` can answer with a symbol."""
+        if self._routing.get(args[0]) is not None and isinstance(args[0].shape[0], torch.SymInt):
+            raise CaptureError(
+                f"{current_line()}: len() of the rows that an expert gets is not known when the model is captured; "
+                f"write t.numel() or t.shape[0] in place of len(t)."
+            )
+        return func(*args, **kwargs)
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A number read out of a tensor: fine for constants and routing counts, refused otherwise."""

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    console.print(_layers(found))
+    console.print("\n".join(_layer_lines(found)), highlight=False, markup=False)
     console.print(_passes(found))
     if arguments.show:
         print(program)
@@ -79,26 +79,25 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
 
 
 def _relative(source: str) -> str:
-    """``file:line`` from the current folder where it lies below it."""
+    """``file:line`` as it reads best: from the current folder, or from the package's place among installed ones."""
     file, _, line = source.rpartition(":")
     path = Path(file)
-    return f"{path.relative_to(Path.cwd())}:{line}" if file and path.is_relative_to(Path.cwd()) else source
+    if file and path.is_relative_to(Path.cwd()):
+        return f"{path.relative_to(Path.cwd())}:{line}"
+    return source.rpartition("/site-packages/")[2]
 
 
-def _layers(found: dict[str, Any]) -> Table:
-    table = Table(title=f"MoE layers, {found['plan']}: {found['world_size']} ranks", title_justify="left")
-    for name in ("module", "where", "recognised as"):
-        table.add_column(name, overflow="fold")
-    for name in ("experts", "on a rank", "top-k", "expert weights"):
-        table.add_column(name, justify="right")
+def _layer_lines(found: dict[str, Any]) -> list[str]:
+    """Two lines a layer."""
+    ranks = found["world_size"]
+    lines = [f"{len(found['layers'])} MoE layers; {found['plan']}: {ranks} rank{'s' if ranks > 1 else ''}"]
     for layer in found["layers"]:
-        numbers = [layer["experts"], layer["experts_per_rank"], layer["top_k"]]
-        table.add_row(
-            layer["module"], layer["source"], layer["how"], *(str(n) for n in numbers), f"{layer['parameters']:,}"
+        lines.append(f"{layer['module']}  {layer['source']}")
+        lines.append(
+            f"    {layer['how']}: {layer['experts']} experts, {layer['experts_per_rank']} a rank, top-{layer['top_k']}, "
+            f"{layer['parameters']:,} expert parameters"
         )
-    if not found["layers"]:
-        table.add_row("none", "", "", "", "", "", "")
-    return table
+    return lines
 
 
 def _passes(found: dict[str, Any]) -> Table:

@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moecompile.pass_base import Pass
@@ -72,15 +73,20 @@ def _text(value: object) -> str:
 
 def _table() -> Table:
     table = Table(show_lines=True)
-    for name in ("pass", "what it does", "level", "requires", "provides", "numerics"):
-        table.add_column(name, overflow="fold")
+    table.add_column("pass", no_wrap=True)
+    table.add_column("what it does")
     for item in map(describe, ALL_PASSES):
-        written = [item["name"], *(f"  {key}={value}" for key, value in item["options"].items())]
-        ends = [*item["provides"], *(f"ends {fact}" for fact in item["removes"])]
-        table.add_row(
-            "\n".join(written), item["sentence"], item["level"], "\n".join(item["requires"]), "\n".join(ends), item["numerics"]
-        )
+        table.add_row(item["name"], f"{item['sentence']}\n[dim]{escape(_contract(item))}[/dim]")
     return table
+
+
+def _contract(item: dict[str, Any]) -> str:
+    """Options, level, numerics and facts, in words."""
+    lines = [f"{item['level']} level, {item['numerics']}"]
+    if item["options"]:
+        lines.insert(0, "options " + ", ".join(f"{key}={value}" for key, value in item["options"].items()))
+    facts = [f"{word} {', '.join(item[word])}" for word in ("requires", "provides", "removes") if item[word]]
+    return "\n".join(lines + (["; ".join(facts)] if facts else []))
 
 
 def markdown() -> str:

@@ -76,10 +76,12 @@ def run_demo(settings: Settings, console: Console | None = None) -> Curves:
     settings.plan.check_supported()
     job = settings.job()
     cores = os.cpu_count() or 1
-    speed = _Speed(job, cores)
-    console.print(_heading(settings, speed, cores))
+    with console.status("counting FLOPs and measuring this machine"):
+        speed = _Speed(job, cores)
+    console.print(_heading(settings, speed, cores), highlight=False)
     with RankPool(job.plan.world_size, timeout=_STEP_TIMEOUT_S, backend=_backend(job)) as pool:
-        started = pool.run(worker.start, job)
+        with console.status(f"capturing the model on {job.plan.world_size} ranks"):
+            started = pool.run(worker.start, job)
         held = max(report.parameters for report in started)
         console.print(
             f"captured and rewritten in {max(report.seconds for report in started):.1f} s: {started[0].nodes} nodes, "

@@ -13,6 +13,15 @@ from moecompile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from moecompile.ops.exchange import combine, dispatch, exchange_counts, set_size_checks, sizes_to_host
 from moecompile.ops.experts import grouped_linear, grouped_linear_wgrad, grouped_sum
 from moecompile.ops.random import fold_seed, uniform
+from moecompile.ops.fused import (
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    silu_mul,
+    silu_mul_backward,
+    swiglu,
+    swiglu_backward,
+)
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice
 
@@ -48,8 +57,15 @@ __all__ = [
     "permute",
     "permute_local",
     "reduce_scatter",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
     "set_size_checks",
+    "silu_mul",
+    "silu_mul_backward",
     "sizes_to_host",
+    "swiglu",
+    "swiglu_backward",
     "uniform",
     "unpermute",
     "unpermute_backward",

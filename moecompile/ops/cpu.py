@@ -3,8 +3,6 @@ differentiated graph.
 
 Schemas and shape rules only; `moecompile.runtime.cpu_kernels` holds the kernels.  Ops named like a `moe::` op
 mean the same. None has a gradient: they enter a graph after its backward has been written out.
-
-R rows, F expert width, H hidden width.
 """
 
 from typing import Any
@@ -13,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moecompile.compat import OpOverload
+from moecompile.ops import fused
 from moecompile.ops.experts import check_grouped_linear, check_grouped_linear_wgrad
-from moecompile.ops.registry import Op, require, require_same_dtype
+from moecompile.ops.registry import Op
 from moecompile.ops.routing import check_unpermute, check_unpermute_backward
 
 NAMESPACE = "moe_cpu"
@@ -70,82 +69,18 @@ unpermute_backward = _define(
     _unpermute_backward_fake,
 )
 
-# ---- swiglu: silu(gate) * up, the two as halves of one tensor or apart -------------------------------------
+# ---- chains of elementwise ops: the meaning of moe:: of the same name --------------------------------------
 
-
-def check_swiglu(h: Tensor) -> None:
-    require(
-        h.dim() >= 1 and h.shape[-1] % 2 == 0,
-        f"moe_cpu::swiglu: h has shape {list(h.shape)}, but an even last dimension [gate|up] is needed; use "
-        "silu_mul for separate tensors.",
-    )
-
-
-def check_silu_mul(gate: Tensor, up: Tensor) -> None:
-    require(
-        gate.shape[1:] == up.shape[1:] and gate.dim() == up.dim() >= 1,
-        f"moe_cpu::silu_mul: gate has shape {list(gate.shape)} and up {list(up.shape)}, but they must "
-        "agree; broadcast before.",
-    )
-    require_same_dtype("silu_mul", "gate", gate, "up", up)
-
-
-def _swiglu_fake(h: Tensor) -> Tensor:
-    check_swiglu(h)
-    return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
-
-
-def _swiglu_backward_fake(grad: Tensor, h: Tensor) -> Tensor:
-    check_swiglu(h)
-    return h.new_empty(h.shape)
-
-
-def _silu_mul_fake(gate: Tensor, up: Tensor) -> Tensor:
-    check_silu_mul(gate, up)
-    return gate.new_empty(gate.shape)
-
-
-def _silu_mul_backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    check_silu_mul(gate, up)
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-swiglu = _define("swiglu(Tensor h) -> Tensor", _swiglu_fake)
-swiglu_backward = _define("swiglu_backward(Tensor grad, Tensor h) -> Tensor", _swiglu_backward_fake)
-silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul_fake)
+swiglu = _define("swiglu(Tensor h) -> Tensor", fused.swiglu_fake)
+swiglu_backward = _define("swiglu_backward(Tensor grad, Tensor h) -> Tensor", fused.swiglu_backward_fake)
+silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", fused.silu_mul_fake)
 silu_mul_backward = _define(
     "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
-    _silu_mul_backward_fake,
+    fused.silu_mul_backward_fake,
 )
-
-# ---- rms_norm over the last dimension ----------------------------------------------------------------------
-
-
-def check_rms_norm(x: Tensor, weight: Tensor) -> None:
-    require(
-        x.dim() >= 1 and tuple(weight.shape) == (x.shape[-1],),
-        f"moe_cpu::rms_norm: x has shape {list(x.shape)} and weight {list(weight.shape)}, but [..., H] and "
-        "[H] are needed; normalise over the last dimension only.",
-    )
-    require_same_dtype("rms_norm", "x", x, "weight", weight)
-
-
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_rms_norm(x, weight)
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=statistics_dtype(x))
-
-
-def _rms_norm_backward_fake(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    check_rms_norm(x, weight)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)", _rms_norm_fake)
+rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)", fused.rms_norm_fake)
 rms_norm_backward = _define(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)",
-    _rms_norm_backward_fake,
+    fused.rms_norm_backward_fake,
 )
+rotary = _define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", fused.rotary_fake)

@@ -19,7 +19,8 @@ _BATCH = "abcdefgh"
 def product(call: Call, operands: list[tuple[Node, str]], out: str, extra: list[Node] | None = None) -> Decision:
     """``operands`` with one letter a dim, broadcast where a size is 1; ``extra`` are operands added to the result (a bias)."""
     added = extra or []
-    cut = _common_cut(call, operands)
+    biases = [(item, out[len(out) - len(call.shape(item)) :]) for item in added]
+    cut = _common_cut(call, [*operands, *biases])
     if cut is None:
         return _whole(call, operands, added)
     label, placed = cut

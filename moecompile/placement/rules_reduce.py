@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, NoRule, Rule, align, arguments
+from .call import Call, Decision, NoRule, Rule, arguments
 from .rules_elementwise import keeps_sum
 from .sharder import Emitter, Sharder
 from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
@@ -73,12 +73,10 @@ def along(call: Call) -> Decision:
 
 
 def bincount(call: Call) -> Decision:
-    """Counts over cut ids are partial sums, if every rank counts into bins of the same number."""
-    ids, weights = call.args[0], call.get("weights")
-    if call.out_shape != (call.get("minlength"),):
+    """How many bins there are depends on the ids, and so would differ between ranks."""
+    if any(isinstance(call.placed(item), Shard) for item in call.tensors()):
         raise NoRule("how many bins it makes depends on the ids; use one_hot(ids, n).sum(0).")
-    cut, needs = align(call, [ids] if weights is None else [ids, weights], 1)
-    return Decision(PARTIAL, needs) if cut is not None else Decision(REPLICATE, call.reduced())
+    return Decision(REPLICATE, call.reduced())
 
 
 def histc(call: Call) -> Decision:

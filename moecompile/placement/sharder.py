@@ -199,7 +199,7 @@ class Sharder:
         if not isinstance(found, torch.Tensor):
             return
         wanted = self.local_shape(node, found.shape, placed)
-        if wanted != list(local.shape) or found.dtype != local.dtype:
+        if not _same_shape(wanted, local.shape) or found.dtype != local.dtype:
             raise PassError(
                 f"shard-dense: {meta.where(node)} ({node.target}) gives a local {local.dtype}{list(local.shape)} where the placement asks for "
                 f"{found.dtype}{wanted}; the rule of this op does not localise its arguments."
@@ -240,6 +240,12 @@ class Sharder:
             self.offsets[key] = node
             self.new_offsets.append((axis, stride, node))
         return self.offsets[key]
+
+
+def _same_shape(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Sizes known only at run time have a name of their own in each graph."""
+    known = [(one, other) for one, other in zip(wanted, found, strict=False) if isinstance(one, int)]
+    return len(wanted) == len(found) and all(isinstance(other, int) and one == other for one, other in known)
 
 
 def _refuse_stateful(node: Node) -> None:

@@ -1,6 +1,8 @@
-"""Names of axes: E counts experts, R rows, F features. Sizes are compared as text, so nothing is guessed about symbols."""
+"""Names of axes: E counts experts, R rows, F features. Sizes are compared as text: nothing is guessed about symbols."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -26,10 +28,10 @@ def from_end(axes: str, dim: int) -> int:
 
 def axis_order(node: Node, ndim: int) -> list[int]:
     """Where each axis of a transposed value comes from."""
-    order = list(range(ndim))
+    order, args = list(range(ndim)), cast(tuple[Any, ...], node.args)
     if node.target is aten.permute.default:
-        return [dim % ndim for dim in node.args[1]]  # type: ignore[union-attr]
-    one, other = (0, ndim - 1) if node.target is aten.t.default else (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
+        return [dim % ndim for dim in args[1]]
+    one, other = (0, ndim - 1) if node.target is aten.t.default else (args[1] % ndim, args[2] % ndim)
     if ndim > 1:
         order[one], order[other] = order[other], order[one]
     return order

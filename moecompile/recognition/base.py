@@ -14,7 +14,7 @@ from moecompile.recognition.choices import dependents
 aten = torch.ops.aten
 
 
-class Mismatch(Exception):
+class MismatchError(Exception):
     """The region is something else than a weighted sum of experts; the text says what was found."""
 
 
@@ -27,7 +27,7 @@ class Base:
         self._known: dict[Node, Node | None] = {}
 
     def of(self, node: Node) -> Node | None:
-        """None for zero; a Mismatch where it is neither zero nor a value that the graph holds."""
+        """None for zero; a MismatchError where it is neither zero nor a value that the graph holds."""
         todo = [node]
         while todo:
             here = todo[-1]
@@ -52,7 +52,7 @@ class Base:
         if not isinstance(item, Node):
             if isinstance(item, (int, float)) and item == 0:
                 return None
-            raise Mismatch("the experts' sum is shifted by a number")
+            raise MismatchError("the experts' sum is shifted by a number")
         if item in self._known:
             return self._known[item]
         return None if _is_zero(item) else item
@@ -60,7 +60,7 @@ class Base:
     def _reduce(self, node: Node) -> Node | None:
         if node in self.exits:
             return None
-        if node not in self._affected:
+        if node not in self._affected or _is_zero(node):  # zeros may take their shape from the experts' results
             return None if _is_zero(node) else node
         target, args = node.target, node.args
         if target in (aten.index_add.default, aten.scatter_add.default) and self._value(args[3]) is None:
@@ -78,7 +78,7 @@ class Base:
             return None
         if target is aten.index.Tensor:
             return node  # part of a base that is no zero: what `_reduce_put` looks for
-        raise Mismatch(f"{meta.where(node)} does more with the experts' results than to add them up")
+        raise MismatchError(f"{meta.where(node)} does more with the experts' results than to add them up")
 
     def _reduce_put(self, node: Node) -> Node | None:
         """``y[m] = y[m] + ...`` leaves y as it was, and so does putting zeros where there are zeros."""
@@ -91,7 +91,7 @@ class Base:
         same = put is not None and put.target is aten.index.Tensor and list(put.args[1]) == list(where)  # type: ignore[arg-type]
         if same and put is not None and self._value(put.args[0]) is base and not accumulate:
             return base
-        raise Mismatch(f"{meta.where(node)} overwrites a value with the experts' results")
+        raise MismatchError(f"{meta.where(node)} overwrites a value with the experts' results")
 
 
 # Zero operands give a zero result.
@@ -159,5 +159,5 @@ def _is_zero(node: Node) -> bool:
         return True
     if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
         fill = node.args[1] if node.target is not aten.new_full.default else node.args[2]
-        return fill == 0
+        return isinstance(fill, (int, float)) and fill == 0
     return node.target in rowwise.RESHAPES | rowwise.AXES and isinstance(node.args[0], Node) and _is_zero(node.args[0])

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 PRODUCT = "product"  # step target: rows times a weight [out, in], plus a bias or None
 
 
-class NotRowwise(Exception):
+class NotRowwiseError(Exception):
     """A node is not a function of each row alone; ``why`` says so in words that follow the node's place."""
 
     def __init__(self, node: Node, why: str) -> None:
@@ -46,8 +46,8 @@ class Leaf:
 class Source:
     """Where a weight of the body comes from.
 
-    own: the whole of ``node``.  slice: ``node[index]``.  block: rows ``index * size`` on of ``node``.  stacked: ``node``,
-    whose axis ``index`` counts experts.
+    own: the whole of ``node``.  slice: ``node[index]``.  block: rows ``index * size`` on of ``node``.  stacked:
+    ``node``, whose axis ``index`` counts experts.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Body:
         try:
             for index, step in enumerate(self.steps):
                 degrees[index] = degree_of(step, lambda ref: degrees[ref.index]) if step.on_rows else 0
-        except NotRowwise:
+        except NotRowwiseError:
             return False
         return isinstance(self.result, Value) and degrees[self.result.index] == 1
 
@@ -129,7 +129,7 @@ class Setting:
 
 
 def degree_of(step: Step, degree: Callable[[Value], int]) -> int:
-    """How often a factor of the operands is one of the result; an operator that is not linear in it cannot let it pass."""
+    """How often a factor of the operands is one of the result; only what is linear in it lets it pass."""
     degrees = [degree(ref) for ref in step.refers() if isinstance(ref, Value)]
     if not any(degrees):
         return 0
@@ -153,7 +153,9 @@ def degree_of(step: Step, degree: Callable[[Value], int]) -> int:
         return 1
     if target in _LINEAR_STEPS or (target is PRODUCT and args[2] is None):
         return 1
-    raise NotRowwise(step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight")
+    raise NotRowwiseError(
+        step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight"
+    )
 
 
 _LINEAR_STEPS = frozenset(

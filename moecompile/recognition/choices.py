@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -77,9 +77,10 @@ def _choice(node: Node, ids: Node, chosen: Node | None, options: int, top_k: int
 
 
 def _takes_first(node: Node, last: int) -> bool:
-    if node.target is aten.slice.Tensor:
-        return node.args[1] == last and node.args[2] in (0, None)
-    return node.target is aten.narrow.default and node.args[1] in (last, -1) and node.args[2] == 0
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
+        return False
+    dim, start = cast(tuple[Any, ...], node.args)[1:3]
+    return dim in (last, -1) and start in (0, None)
 
 
 def dependents(starts: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:

@@ -18,8 +18,8 @@ from moecompile import graph as ir
 from moecompile import meta, ops
 from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind
-from moecompile.recognition.base import Mismatch
-from moecompile.recognition.body import Body, NotRowwise, Setting, Source
+from moecompile.recognition.base import MismatchError
+from moecompile.recognition.body import Body, NotRowwiseError, Setting, Source
 from moecompile.recognition.choices import Choice, dependents, find_choices, static_nodes
 from moecompile.recognition.match import Match, Matcher
 from moecompile.recognition.probe import UnknownError
@@ -28,9 +28,9 @@ from moecompile.recognition.stand_in import expert_count
 from moecompile.recognition.trace import trace_body
 
 ACCEPTED = (
-    "accepted forms: a loop over experts that picks an expert's tokens (torch.where, masks, nonzero, sorted and split) and "
-    "adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] with bmm, "
-    "einsum or w[e]"
+    "accepted forms: a loop over experts that picks an expert's tokens (torch.where, masks, nonzero, sorted and split) "
+    "and adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] "
+    "with bmm, einsum or w[e]"
 )
 _KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
 
@@ -131,7 +131,7 @@ class _Reader:
                 continue
             try:
                 return self._matched(bodies)
-            except (Mismatch, UnknownError) as error:
+            except (MismatchError, UnknownError) as error:
                 reasons.append(str(error))
         if self.proposal.dense and not self._has_expert_weights():
             return None
@@ -149,7 +149,7 @@ class _Reader:
         for item in components:
             try:
                 kept.append(self._trace(item, "R" * (meta.tensor(item.exit).dim() - 1) + "F"))
-            except NotRowwise as error:
+            except NotRowwiseError as error:
                 if not self.proposal.dense:
                     return [([], str(error))]
         if self.proposal.dense:
@@ -174,7 +174,7 @@ class _Reader:
         for axes in self._expert_axes(component):
             try:
                 body = self._trace(component, axes)
-            except NotRowwise as error:
+            except NotRowwiseError as error:
                 why = str(error)
                 continue
             if any(source.kind == "stacked" for source in body.leaves):
@@ -225,7 +225,9 @@ class _Reader:
         experts = [0] if bodies[0].batched else self._numbered(bodies)
         num_experts = expert_count(bodies[0]) if bodies[0].batched else len(set(experts))
         if num_experts != self.choice.num_options:
-            raise Mismatch(f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found")
+            raise MismatchError(
+                f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found"
+            )
         match = Matcher(self.region, bodies, experts, self.constants).match()
         return Layer(
             self.choice,
@@ -243,7 +245,7 @@ class _Reader:
         for body in bodies:
             slots = {source.index for source in body.leaves if source.kind in ("slice", "block")}
             if len(slots) > 1:
-                raise Mismatch(f"{meta.where(body.exit)} reads the weights of several experts ({sorted(slots)})")
+                raise MismatchError(f"{meta.where(body.exit)} reads the weights of several experts ({sorted(slots)})")
             key = tuple((source.kind, source.node, source.index) for source in body.leaves)
             known.setdefault(key, next(iter(slots)) if slots else len(known))
             numbers.append(known[key])

@@ -6,6 +6,7 @@ both agree, in float64, on probes where every expert is hit, where all tokens go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from moecompile import meta
 from moecompile.recognition import rowwise
-from moecompile.recognition.base import Base, Mismatch
+from moecompile.recognition.base import Base, MismatchError
 from moecompile.recognition.body import Body
 from moecompile.recognition.choices import dependents
 from moecompile.recognition.probe import Evaluator, Setup
@@ -25,6 +26,7 @@ from moecompile.recognition.stand_in import BodyStandIn, StandIn, expert_count, 
 
 aten = torch.ops.aten
 _ROUNDS = 4
+_LARGEST = 2**27  # elements of the largest value of a probe
 _VIEWS = rowwise.RESHAPES | {
     aten.unsqueeze.default,
     aten.squeeze.dim,
@@ -73,20 +75,23 @@ class Matcher:
         self.width = int(meta.tensor(self.exits[0]).shape[bodies[0].exit_axes.index("F")])
         self.linear = all(body.is_linear() for body in bodies)  # then it does not matter where the weight is applied
         self.tokens = self._find_tokens()
+        self.affected = dependents(self.exits) | set(self.exits)
         inner = frozenset(dependents([self.tokens]) | region.routed)
         self.setup = Setup(region.order, region.static, inner, constants)
         size = self.choice.num_tokens * self.width
         self.results = [node for node in region.results(self.exits) if meta.tensor(node).numel() == size]
         if not self.results:
-            raise Mismatch("the experts' results do not come together in one tensor with a row for each token")
-        given = {self.tokens, self.choice.ids} | ({self.choice.chosen} - {None})
+            raise MismatchError("the experts' results do not come together in one tensor with a row for each token")
+        given = {node for node in (self.tokens, self.choice.ids, self.choice.chosen) if node is not None}
         needs = {
             body.exit: BodyStandIn(body, self.experts, index, _nothing, region.static, Scale())
             for index, body in enumerate(bodies)
         }
         cone = self.setup.cone(self.results, given, needs)
         self.weights = self._weights(cone)
-        self.scale = choose_scale(cone, self.choice, self.tokens, self.width)
+        sources = [node for node in cone if node not in given and node not in needs and self.setup.is_source(node)]
+        self.scale = choose_scale(cone, sources, self.choice, self.tokens, self.width)
+        self._check_cost(cone)
         self.num_tokens = self.scale.size(self.choice.num_tokens)
 
     # Candidates --------------------------------------------------------------------------------------------------
@@ -103,7 +108,7 @@ class Matcher:
             if len(roots) == 1:
                 return next(iter(roots))
             names = ", ".join(node.name for node in roots) or names
-        raise Mismatch(
+        raise MismatchError(
             f"the experts' rows must come from one tensor of {self.choice.num_tokens} tokens, and come from {names}"
         )
 
@@ -140,10 +145,20 @@ class Matcher:
                 found.append((2, -self.region.order[node], node))
         return [node for *_, node in sorted(found, key=lambda item: item[:2])]
 
+    def _check_cost(self, cone: list[Node]) -> None:
+        """A probe at the captured size must be affordable."""
+        counts = [meta.tensor(node).shape for node in cone if meta.is_tensor(node)]
+        known = [math.prod(shape) for shape in map(self.scale.shape, counts) if all(isinstance(n, int) for n in shape)]
+        if max(known, default=0) > _LARGEST:
+            raise MismatchError(
+                f"its {self.choice.num_tokens} tokens cannot be told apart from other sizes, and are too many to try the "
+                "layer on (use another batch size)"
+            )
+
     # Probing -----------------------------------------------------------------------------------------------------
 
     def match(self) -> Match:
-        """The meaning, or a Mismatch that says what stands in its way."""
+        """The meaning, or a MismatchError that says what stands in its way."""
         why = ""
         for order in self._orders():
             probes = [self._probe(round_, order, self.linear) for round_ in range(_ROUNDS)]
@@ -152,10 +167,12 @@ class Matcher:
                     why = "its values are those of a weighted sum of experts, but its gradients are not"
                     continue
                 base = Base(set(self.exits)).of(result)
-                if base is None and not all(_close(one.bases[result], torch.zeros(())) for one in probes):
-                    raise Mismatch("what the experts' results are added to depends on the routing decision")
+                if base is None and not all(
+                    _close(one.bases[result], torch.zeros((), dtype=torch.float64)) for one in probes
+                ):
+                    raise MismatchError("what the experts' results are added to depends on the routing decision")
                 return Match(self.tokens, probs, result, base, order)
-        raise Mismatch(why or self._why())
+        raise MismatchError(why or self._why())
 
     def _orders(self) -> Iterator[list[int]]:
         """Which expert each component is: as they stand in the graph, else as the ids select them."""
@@ -231,7 +248,8 @@ class Matcher:
         none = self._stand_ins(order, lambda expert, rows: stand_in(expert, rows) * 0)
         with torch.enable_grad():
             values = evaluator.run([*self.results, *self.weights], given, self._stand_ins(order, stand_in))
-            bases = evaluator.run(self.results, given, none)
+            same = {node: value for node, value in values.items() if node not in self.affected}
+            bases = evaluator.run(self.results, same, none)
             parts = self._apart(stand_in, values[self.tokens], ids)
         leaves = [tensor for tensor in evaluator.drawn.values() if tensor.requires_grad]
         return Probed(ids, values, bases, parts, leaves)
@@ -284,7 +302,7 @@ class Matcher:
             torch.autograd.grad((side * factor).sum(), probed.leaves, allow_unused=True, retain_graph=True)
             for side in sides
         )
-        zero = torch.zeros(())
+        zero = torch.zeros((), dtype=torch.float64)
         return all(
             _close(zero if one is None else one, zero if other is None else other)
             for one, other in zip(found, wanted, strict=True)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
 
 from moecompile import meta
 from moecompile.recognition import rowwise
@@ -98,13 +96,10 @@ class Evaluator:
         return self.drawn[node]
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+        target: Any = node.target
         args, kwargs = self.scale.arguments(node, (node.args, node.kwargs))
-        args = tree_map(_plain, map_arg(args, values.__getitem__))
-        kwargs = tree_map(_plain, map_arg(kwargs, values.__getitem__))
-        if node.target in _EMPTY:  # never written elements are no part of any meaning
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
-            return torch.zeros_like(made)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        made = target(*_resolved(args, values), **_resolved(kwargs, values))
+        return torch.zeros_like(made) if target in _EMPTY else made  # never written elements mean nothing
 
 
 aten = torch.ops.aten
@@ -132,8 +127,14 @@ _EMPTY = frozenset(
 )
 
 
-def _plain(item: Any) -> Any:
-    """Probes run in float64 on the CPU, whatever the model's types and devices."""
+def _resolved(item: Any, values: Mapping[Node, Any]) -> Any:
+    """An argument with its values; probes run in float64 on the CPU, whatever the model's types and devices."""
+    if isinstance(item, Node):
+        return values[item]
+    if isinstance(item, (list, tuple)):
+        return [_resolved(part, values) for part in item]
+    if isinstance(item, dict):
+        return {key: _resolved(part, values) for key, part in item.items()}
     if isinstance(item, torch.dtype):
         return torch.float64 if item.is_floating_point else item
     return torch.device("cpu") if isinstance(item, torch.device) else item

@@ -6,12 +6,13 @@ Dense: every expert sees all tokens, and its result later meets a mask or a weig
 
 from __future__ import annotations
 
+import heapq
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from moecompile import meta
 from moecompile.recognition import rowwise
@@ -172,8 +173,11 @@ class Region:
 
     def _grow(self, entry: Node) -> Component:
         """Everything that is row-wise in the entry's rows and reads nothing else but weights."""
-        inside = {entry}
-        for node in sorted(dependents([entry]), key=self.order.__getitem__):
+        inside, waiting = {entry}, [(self.order[user], user) for user in entry.users]
+        seen = set(entry.users)
+        heapq.heapify(waiting)
+        while waiting:  # in graph order: what a node reads is decided before the node
+            _, node = heapq.heappop(waiting)
             if not rowwise.may_be_rowwise(node):
                 continue
             sources = [item for item in rowwise.tensor_inputs(node) if item not in self.static]
@@ -181,6 +185,10 @@ class Region:
             scaled = node.target is aten.mul.Tensor and len(others) == 1 and self.is_coefficient(others[0])
             if len(others) < len(sources) and (not others or scaled):
                 inside.add(node)
+                for user in node.users:
+                    if user not in seen:
+                        seen.add(user)
+                        heapq.heappush(waiting, (self.order[user], user))
         nodes = frozenset(inside - {entry})
         exits = self._exits(nodes)
         return Component(entry, exits[0] if exits else entry, nodes)
@@ -281,7 +289,6 @@ _PICKS = frozenset(
         operator.getitem,
     }
 )
-_RANDOM = frozenset({aten.dropout.default, aten.rand_like.default, aten.randn_like.default, aten.bernoulli.default})
 _ACCUMULATORS = frozenset(
     {
         aten.index_add.default,
@@ -304,22 +311,15 @@ def _unstacked(node: Node) -> list[Node]:
 
 
 def merge_equal(nodes: list[Node]) -> None:
-    """Let equal values among ``nodes`` be one: a row picked twice is picked once."""
-    for position, node in enumerate(nodes):
-        for earlier in nodes[:position]:
-            if earlier.users and _equal(earlier, node):
-                node.replace_all_uses_with(earlier)
-                break
+    """Let equal calls among ``nodes`` be one: rows picked twice are picked once."""
+    known: dict[Any, Node] = {}
+    for node in nodes:
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if known.setdefault(key, node) is not node:
+            node.replace_all_uses_with(known[key])
 
 
-def _equal(one: Node, other: Node) -> bool:
-    """Whether two nodes are the same call of the same values."""
-    if one is other:
-        return True
-    if one.op != "call_function" or one.target is not other.target or one.target in _RANDOM:
-        return False
-    left, right = one.all_input_nodes, other.all_input_nodes
-    if len(left) != len(right) or not all(map(_equal, left, right)):
-        return False
-    same = {theirs: mine for mine, theirs in zip(left, right, strict=True)}
-    return bool((one.args, one.kwargs) == map_arg((other.args, other.kwargs), same.__getitem__))
+def _hashable(item: Any) -> Any:
+    if isinstance(item, (list, tuple)):
+        return tuple(_hashable(part) for part in item)
+    return tuple((key, _hashable(part)) for key, part in item.items()) if isinstance(item, dict) else item

@@ -76,9 +76,11 @@ class Scale:
         return tree_map(lambda item: known.get(item, item) if type(item) is int else item, args)
 
 
-def choose_scale(cone: Iterable[Node], choice: Choice, tokens: Node, width: int) -> Scale:
-    """The smallest probe that shows what the whole region does; no change of sizes where they cannot be told apart."""
-    nodes = list(cone)
+def choose_scale(nodes: list[Node], sources: Iterable[Node], choice: Choice, tokens: Node, width: int) -> Scale:
+    """The smallest probe that shows all that the region of ``nodes`` does; no change where sizes cannot be told apart.
+
+    ``sources`` are the values that the region takes from outside.
+    """
     rows = meta.tensor(tokens).shape
     counts = [choice.num_tokens, choice.num_tokens * choice.top_k]
     outer = 1
@@ -87,7 +89,7 @@ def choose_scale(cone: Iterable[Node], choice: Choice, tokens: Node, width: int)
         outer = choice.num_tokens // int(rows[-2])
     known = {*counts, *(count - 1 for count in counts)}
     floor = _largest_limit(nodes, known)
-    if floor is None or set(counts) & _feature_sizes(nodes, choice, width, outer):
+    if floor is None or set(counts) & _feature_sizes([tokens, *sources], choice, width, outer):
         return Scale()
     wanted = max(8, 2 * -(-choice.num_options // choice.top_k), 2 * (floor + 1))
     inner = -(-wanted // outer)
@@ -115,10 +117,10 @@ def _largest_limit(nodes: list[Node], known: set[int]) -> int | None:
     return floor
 
 
-def _feature_sizes(nodes: list[Node], choice: Choice, width: int, outer: int) -> set[int]:
-    """Sizes that mean something else than tokens."""
+def _feature_sizes(sources: Iterable[Node], choice: Choice, width: int, outer: int) -> set[int]:
+    """Sizes that mean something else than tokens, as far as they come from outside the region."""
     found = {choice.num_options, choice.top_k, width, outer}
-    for node in nodes:
+    for node in sources:
         if meta.is_tensor(node) and meta.tensor(node).is_floating_point() and meta.tensor(node).dim() > 1:
             last = meta.tensor(node).shape[-1]
             if isinstance(last, int):

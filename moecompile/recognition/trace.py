@@ -7,7 +7,7 @@ way treats each row for itself.  The result is the same whether the experts are 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -22,7 +22,7 @@ from moecompile.recognition.axes import (
     sizes,
     without_broadcast_expert,
 )
-from moecompile.recognition.body import PRODUCT, Body, NotRowwise, Setting, Step, Value, degree_of
+from moecompile.recognition.body import PRODUCT, Body, NotRowwiseError, Setting, Step, Value, degree_of
 from moecompile.recognition.products import labelled
 from moecompile.recognition.weights import WeightReader
 
@@ -30,14 +30,14 @@ aten = torch.ops.aten
 
 
 def trace_body(exit_node: Node, axes: str, setting: Setting) -> Body:
-    """The body that ends in ``exit_node`` with axes ``axes``; NotRowwise where a row is not for itself."""
+    """The body that ends in ``exit_node`` with axes ``axes``; NotRowwiseError where a row is not for itself."""
     tracer = _Tracer(setting, exit_node, axes)
     result = tracer.rows(exit_node, axes)
     if tracer.entry is None:
-        raise NotRowwise(exit_node, "takes no rows in")
+        raise NotRowwiseError(exit_node, "takes no rows in")
     body = Body(exit_node, axes, *tracer.entry, tracer.steps, tracer.weights.leaves, tracer.coefficients, result)
     if body.coefficients and tracer.degree(result) != 1:
-        raise NotRowwise(exit_node, "does not carry the routing weight as one factor")
+        raise NotRowwiseError(exit_node, "does not carry the routing weight as one factor")
     return body
 
 
@@ -65,7 +65,7 @@ class _Tracer:
             return self._enter(node, axes)
         target: Any = node.target
         if node.op != "call_function" or not rowwise.may_be_rowwise(node):
-            raise NotRowwise(node, f"({target}) does not treat each row for itself")
+            raise NotRowwiseError(node, f"({target}) does not treat each row for itself")
         if target in rowwise.LINEARS:
             return self._product(node, axes)
         if target in rowwise.NORMS:
@@ -94,19 +94,19 @@ class _Tracer:
 
     def _enter(self, node: Node, axes: str) -> Value:
         if self.entry is not None and self.entry != (node, axes):
-            raise NotRowwise(node, f"is a second input of the expert beside {self.entry[0].name}")
+            raise NotRowwiseError(node, f"is a second input of the expert beside {self.entry[0].name}")
         if axes.count("F") != 1:
-            raise NotRowwise(node, "has more than one feature axis")
+            raise NotRowwiseError(node, "has more than one feature axis")
         self.entry = (node, axes)
         return Value(-1)
 
     def _act(self, node: Any, axes: str, user: Node) -> Any:
         """An operand on the rows, with all row axes of the result."""
         if not isinstance(node, Node) or node in self.setting.static:
-            raise NotRowwise(user, "has a weight where rows are expected")
+            raise NotRowwiseError(user, "has a weight where rows are expected")
         shape, out = meta.value(node), axes
         if isinstance(shape, torch.Tensor) and shape.dim() != len(out):
-            raise NotRowwise(user, "aligns its operands across row axes")
+            raise NotRowwiseError(user, "aligns its operands across row axes")
         return self.rows(node, axes)
 
     def _step(self, node: Node, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -128,7 +128,7 @@ class _Tracer:
         for position, item in enumerate(args):
             if not isinstance(item, Node) or not meta.is_tensor(item):
                 if isinstance(item, Node):
-                    raise NotRowwise(node, "uses a number read out of a tensor")
+                    raise NotRowwiseError(node, "uses a number read out of a tensor")
                 continue
             letters = aligned(item, node, axes)
             if item in self.setting.static:
@@ -141,12 +141,12 @@ class _Tracer:
         if not factors:
             return self._step(node, node.target, *args, **node.kwargs)
         if len(factors) != 1:
-            raise NotRowwise(node, "multiplies two routing weights")
+            raise NotRowwiseError(node, "multiplies two routing weights")
         scaled = next(item for item in args if item is not None)
         if not isinstance(scaled, Value):
-            raise NotRowwise(node, "multiplies a weight by a routing weight")
+            raise NotRowwiseError(node, "multiplies a weight by a routing weight")
         if self.degree(scaled):
-            raise NotRowwise(node, "applies the routing weight a second time")
+            raise NotRowwiseError(node, "applies the routing weight a second time")
         self.coefficients += factors
         step = Step(aten.alias.default, (scaled,), {}, node, True, degree=1)
         self.steps.append(step)
@@ -155,21 +155,21 @@ class _Tracer:
     def _product(self, node: Node, axes: str) -> Any:
         form = labelled(node)
         if form is None:
-            raise NotRowwise(node, f"({node.target}) is a product of a form that is not read")
+            raise NotRowwiseError(node, f"({node.target}) is a product of a form that is not read")
         kinds = dict(zip(form.out, axes, strict=True))
         weights = [item for item in form.operands if item[0] in self.setting.static]
         others = [item for item in form.operands if item[0] not in self.setting.static]
         if len(weights) != 1 or len(others) != 1:
-            raise NotRowwise(node, f"({node.target}) multiplies rows with rows")
+            raise NotRowwiseError(node, f"({node.target}) multiplies rows with rows")
         (weight, weight_letters), (rows, row_letters) = weights[0], others[0]
         contracted = [one for one in row_letters if one in weight_letters and one not in form.out]
         made = [one for one in form.out if kinds[one] == "F"]
         if len(contracted) != 1 or len(made) != 1 or made[0] not in weight_letters or made[0] in row_letters:
-            raise NotRowwise(node, f"({node.target}) is not one matrix applied to each row")
+            raise NotRowwiseError(node, f"({node.target}) is not one matrix applied to each row")
         letters = "".join("F" if one == contracted[0] else kinds.get(one, "?") for one in row_letters)
         letters = without_broadcast_expert(rows, letters)
         if "?" in letters or letters.count("R") < axes.count("R"):
-            raise NotRowwise(node, f"({node.target}) mixes rows")
+            raise NotRowwiseError(node, f"({node.target}) mixes rows")
         taken = self.rows(rows, letters)
         matrix = self._matrix(weight, weight_letters, kinds, made[0], contracted[0], node)
         bias = None if form.bias is None else self.weights.operand(form.bias, aligned(form.bias, node, axes), node)
@@ -179,7 +179,7 @@ class _Tracer:
         """The weight as ``[out, in]`` of one expert."""
         names = "".join("o" if one == made else "i" if one == taken else kinds.get(one, "?") for one in letters)
         if "?" in names:
-            raise NotRowwise(user, "sums a weight over an axis of its own")
+            raise NotRowwiseError(user, "sums a weight over an axis of its own")
         ref, names = self.weights.expert_part(weight, names, user)
         if names == "io":
             ref = self.weights.step(user, aten.transpose.int, ref, -2, -1)
@@ -188,8 +188,8 @@ class _Tracer:
     def _norm(self, node: Node, axes: str) -> Any:
         shape: Any = node.args[1]
         if axes[-len(shape) :] != "F" * len(shape):
-            raise NotRowwise(node, "normalises over rows")
-        args = list(node.args)
+            raise NotRowwiseError(node, "normalises over rows")
+        args: list[Any] = list(node.args)
         args[0] = self._act(node.args[0], axes, node)
         for position in rowwise.NORMS[node.target]:
             if 0 <= position < len(args) and isinstance(args[position], Node):
@@ -201,19 +201,19 @@ class _Tracer:
         before, after = sizes(source), sizes(node)
         lead = len(axes) - axes.count("F")
         if axes != axes[:lead] + "F" * axes.count("F"):
-            raise NotRowwise(node, "reshapes features that are not last")
+            raise NotRowwiseError(node, "reshapes features that are not last")
         if before[:lead] == after[:lead] and len(before) > lead:  # features only
             taken = self.rows(source, axes[:lead] + "F" * (len(before) - lead))
             return self._shaped(node, taken, after[lead:])
         features = after[lead:]
         if before[len(before) - len(features) :] != features:
-            raise NotRowwise(node, "moves elements between rows and features")
+            raise NotRowwiseError(node, "moves elements between rows and features")
         expert = axes.find("E")
         kept = axes[: expert + 1]
         if before[: expert + 1] == after[: expert + 1]:
             rest = len(before) - len(features) - len(kept)
             if "R" in kept and rest != len(axes) - len(kept) - len(features):
-                raise NotRowwise(node, "regroups rows around the expert axis")
+                raise NotRowwiseError(node, "regroups rows around the expert axis")
             return self.rows(source, kept + "R" * rest + "F" * len(features))
         if (
             source.target is aten.repeat.default
@@ -221,7 +221,7 @@ class _Tracer:
             and list(source.args[1]) == [int(after[0])] + [1] * (len(before) - 1)
         ):
             return self.rows(source.args[0], "R" * (len(before) - len(features)) + "F" * len(features))
-        raise NotRowwise(node, "regroups rows around the expert axis")
+        raise NotRowwiseError(node, "regroups rows around the expert axis")
 
     def _shaped(self, node: Node, taken: Any, features: list[str]) -> Any:
         return self._step(node, aten.reshape.default, taken, [-1, *[int(size) for size in features]])
@@ -243,7 +243,7 @@ class _Tracer:
         for kind in "RF":
             moved = [order[position] for position, letter in enumerate(axes) if letter == kind]
             if moved != sorted(moved):
-                raise NotRowwise(node, "changes the order of rows or of features")
+                raise NotRowwiseError(node, "changes the order of rows or of features")
         return self.rows(source, letters)
 
     def _squeeze(self, node: Node, source: Node, axes: str) -> Any:
@@ -262,7 +262,7 @@ class _Tracer:
         before, after = sizes(source), sizes(node)[len(axes) - len(letters) :]
         for letter, small, large in zip(letters, before, after, strict=True):
             if letter == "R" and small != large and not (self.batched and "E" not in letters):
-                raise NotRowwise(node, "repeats rows")
+                raise NotRowwiseError(node, "repeats rows")
         taken = self.rows(source, letters)
         if [size for size, letter in zip(before, letters, strict=True) if letter == "F"] == features(node, axes):
             return taken
@@ -277,7 +277,7 @@ class _Tracer:
         dim = dim % meta.tensor(whole).dim()
         letters = axes[:dim] + "F" + axes[dim:] if target is aten.unbind.int else axes
         if letters[dim] != "F":
-            raise NotRowwise(source, "splits rows")
+            raise NotRowwiseError(source, "splits rows")
         key = (source, letters)
         if key not in self._seen:
             args = [self._act(whole, letters, source), *source.args[1:position], from_end(letters, dim)]
@@ -291,35 +291,29 @@ class _Tracer:
         if letters[dim] != "F" and sizes(source) == sizes(node):
             return self.rows(source, axes)
         if letters[dim] != "F" or any(isinstance(item, Node) for item in node.args[2:]):
-            raise NotRowwise(node, "takes a part of the rows")
+            raise NotRowwiseError(node, "takes a part of the rows")
         return self._step(node, node.target, self._act(source, letters, node), from_end(letters, dim), *node.args[2:])
 
     def _reduction(self, node: Node, axes: str) -> Any:
-        source: Any = node.args[0]
+        given = cast(tuple[Any, ...], node.args)
+        source: Node = given[0]
         ndim = meta.tensor(source).dim()
-        norm = node.target is aten.linalg_vector_norm.default
-        position = 2 if norm else 1
-        dims = sorted(dim % ndim for dim in node.args[position])  # type: ignore[union-attr]
-        keep = (
-            bool(node.args[position + 1]) if len(node.args) > position + 1 else bool(node.kwargs.get("keepdim", False))
-        )
+        position = 2 if node.target is aten.linalg_vector_norm.default else 1
+        dims = sorted(dim % ndim for dim in given[position])
+        keep = bool(given[position + 1]) if len(given) > position + 1 else bool(node.kwargs.get("keepdim", False))
         letters = axes
         for dim in dims if not keep else ():
             letters = letters[:dim] + "F" + letters[dim:]
         if any(letters[dim] != "F" for dim in dims):
-            raise NotRowwise(node, "reduces over rows")
-        args = [
-            self._act(source, letters, node),
-            *node.args[1:position],
-            [from_end(letters, dim) for dim in dims],
-            *node.args[position + 1 :],
-        ]
+            raise NotRowwiseError(node, "reduces over rows")
+        places = [from_end(letters, dim) for dim in dims]
+        args = [self._act(source, letters, node), *given[1:position], places, *given[position + 1 :]]
         return self._step(node, node.target, *args, **node.kwargs)
 
     def _feature_dim(self, node: Node, axes: str, dim: Any) -> int:
         dim = int(dim) % len(axes)
         if axes[dim] != "F":
-            raise NotRowwise(node, f"({node.target}) works across rows")
+            raise NotRowwiseError(node, f"({node.target}) works across rows")
         return from_end(axes, dim)
 
     def _feature_dims(self, node: Node, axes: str, dims: Any) -> Any:

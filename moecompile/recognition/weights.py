@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from moecompile import meta
 from moecompile.recognition import rowwise
-from moecompile.recognition.body import Leaf, NotRowwise, Setting, Source, Step, Value
+from moecompile.recognition.body import Leaf, NotRowwiseError, Setting, Source, Step, Value
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ class WeightReader:
         """A weight that meets rows elementwise, as features of one expert."""
         ref, names = self.expert_part(node, letters, user)
         if "R" in names:
-            raise NotRowwise(user, "adds or multiplies a weight that has rows of its own")
+            raise NotRowwiseError(user, "adds or multiplies a weight that has rows of its own")
         return ref
 
     def expert_part(self, node: Node, letters: str, user: Node) -> tuple[Any, str]:
@@ -40,7 +40,8 @@ class WeightReader:
         shape = meta.tensor(node).shape
         if "E" in letters and shape[letters.index("E")] == self.setting.num_experts:
             at = letters.index("E")
-            ref, names = self._leaf(Source("stacked", node, at)), letters[:at] + letters[at + 1 :]
+            ref: Any = self._leaf(Source("stacked", node, at))
+            names = letters[:at] + letters[at + 1 :]
             sizes = [size for dim, size in enumerate(shape) if dim != at]
         else:
             ref, names, sizes = self.static(node), letters.replace("E", "R"), list(shape)
@@ -83,7 +84,7 @@ class WeightReader:
             if len(sizes) == 1:
                 args = [self.static(item) if isinstance(item, Node) else item for item in node.args]
                 return self.step(node, target, *args, **node.kwargs)
-        raise NotRowwise(node, f"({target}) computes an expert weight in a way that is not read")
+        raise NotRowwiseError(node, f"({target}) computes an expert weight in a way that is not read")
 
     def _part_of_shared(self, node: Node) -> Any:
         """``w[e]``, ``w.unbind()[e]``, ``w[e * n : (e + 1) * n]`` of a weight that every expert reads a part of."""

@@ -90,7 +90,8 @@ class Stitcher:
         value = meta.tensor(loss)
         with self.mode:
             one = torch.ones((), dtype=value.dtype, device=value.device)
-        seed = self.graph.call_function(aten.ones.default, ([],), {"dtype": value.dtype, "device": value.device})
+        options = {"dtype": value.dtype, "device": value.device}
+        seed = self.graph.create_node("call_function", aten.ones.default, ([],), options, name="ones")
         seed.meta["val"] = one
         meta.set_direction(seed, meta.Direction.BACKWARD)
         self.grads[loss] = [seed]

@@ -117,6 +117,55 @@ class SortedSplit(Layer):
         return torch.zeros_like(x).index_add(0, order // K, rows * weights.view(-1)[order].unsqueeze(1))
 
 
+class CountedSlices(Layer):
+    """Cuts the sorted rows at counts read through numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        counts = ids.new_zeros((ids.shape[0], E)).scatter_(1, ids, 1).sum(dim=0)
+        order = ids.view(-1).argsort()
+        rows = x[order // ids.shape[1]]
+        parts, start = [], 0
+        for index, count in enumerate(counts.cpu().numpy()):
+            end = start + count
+            if count == 0:
+                continue
+            parts.append(self.experts[index](rows[start:end]))
+            start = end
+        joined = torch.cat(parts, dim=0)
+        back = torch.empty_like(joined)
+        back[order] = joined
+        return (back.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class GateColumns(Layer):
+    """Finds an expert's tokens in a dense matrix of gates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        gates = torch.zeros(x.shape[0], E).scatter_(1, ids, weights)
+        for index, expert in enumerate(self.experts):
+            token = (gates[:, index] > 0).nonzero(as_tuple=False).squeeze(-1)
+            if token.numel() > 0:
+                y[token] += expert(x[token]) * gates[token, index].unsqueeze(-1)
+        return y
+
+
+class FirstChoice(Layer):
+    """One expert per token, chosen by max."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = chosen == index
+            if not rows.any():
+                continue
+            y[rows] = expert(x[rows]) * gate[rows, None]
+        return y
+
+
 class DenseLoop(Layer):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
@@ -134,5 +183,8 @@ LAYERS: tuple[type[Layer], ...] = (
     UniqueLoop,
     CountedLoop,
     SortedSplit,
+    CountedSlices,
+    GateColumns,
+    FirstChoice,
     DenseLoop,
 )

@@ -71,6 +71,16 @@ def test_a_count_compared_with_anything_but_zero_is_not_answered() -> None:
         capture_model(layer(Threshold), (torch.empty(11, H),), {})
 
 
+def test_len_of_an_experts_rows_is_refused_with_advice() -> None:
+    class Measured(WhereLoop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _, ids = self.route(x)
+            return x * len(torch.where(ids == 0)[0])
+
+    with pytest.raises(CaptureError, match="in place of len"):
+        capture_model(layer(Measured), (torch.empty(11, H),), {})
+
+
 def test_node_metadata_names_module_and_line() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,114 @@
+"""Refuse, before it steps, an optimizer that would be silently wrong on parameters of which each rank holds a part.
+
+One global hook looks at an optimizer once after each cut; every further step costs a dictionary look-up, and optimizers
+without cut parameters are never looked at twice. An optimizer fits if the update of an element depends on that element alone:
+those of ``torch.optim`` are known, any other one is tried on small tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import PlanError
+from .optimizer_probe import is_elementwise
+from .optimizer_state import cut_unused
+from .state import State
+
+_ELEMENTWISE = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+}
+# by name, so that those of other packages are meant, too
+_NEEDS_WHOLE = {
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "factors whole matrices",
+    "LBFGS": "works on one flat vector of all parameters",
+    "Shampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+}
+_states: weakref.WeakSet[State] = weakref.WeakSet()
+_looked_at: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_cuts = 0
+_registered = False
+
+
+def watch(state: State) -> None:
+    """From now on optimizers are checked against the parameters that ``state`` cuts; call after every cut."""
+    global _cuts, _registered
+    _states.add(state)
+    _cuts += 1
+    if not _registered:
+        register_optimizer_step_pre_hook(_before_step)
+        _registered = True
+
+
+def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    seen = (_cuts, len(opt.param_groups))
+    if _looked_at.get(opt) == seen:
+        return
+    cut = {}
+    for state in _states:
+        for name, param in state.weights.model.named_parameters():
+            if state.weights.cut_of(name) is not None:
+                cut[id(param)] = (state, name)
+    for group in opt.param_groups:
+        held = [(param, *cut[id(param)]) for param in group["params"] if id(param) in cut]
+        if held:
+            _, state, name = held[0]
+            _check_kind(opt, group, held[0][0], name, len(state.weights.global_shape(name)))
+        for param, state, name in held:
+            _check_state(opt, param, state, name)
+    _looked_at[opt] = seen
+
+
+def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, name: str, ndim: int) -> None:
+    if type(opt) in _ELEMENTWISE:
+        return
+    why = next((_NEEDS_WHOLE[kind.__name__] for kind in type(opt).__mro__ if kind.__name__ in _NEEDS_WHOLE), None)
+    if why is None:
+        try:
+            if is_elementwise(opt, group, param, ndim):
+                return
+            why = "updates an element by what other elements are"
+        except Exception as error:
+            why = f"could not be tried on a small tensor ({type(error).__name__}: {error})"
+    raise PlanError(
+        f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the expert-parallel ranks; use an elementwise "
+        "optimizer such as AdamW or SGD for the expert parameters, or ep=1."
+    )
+
+
+def _check_state(opt: Optimizer, param: nn.Parameter, state: State, name: str) -> None:
+    """State from before the cut is refused unless no step has used it: some optimizers make theirs when they are built."""
+    held = opt.state.get(param)
+    if not held:
+        return
+    cut_unused(state, name, param, held)
+    wrong = [
+        key
+        for key, value in held.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape != param.shape
+    ]
+    if not wrong:
+        return
+    raise PlanError(
+        f"the optimizer {type(opt).__name__} has state ('{wrong[0]}' of '{name}', shape {list(held[wrong[0]].shape)}) from before "
+        f"the model was cut, whose share here has shape {list(param.shape)}; build a new optimizer after parallelize, and bring "
+        "the state in with moecompile.load_optimizer_state_dict(model, optimizer, old.state_dict())."
+    )

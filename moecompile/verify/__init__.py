@@ -1,0 +1,29 @@
+"""Graph verifier: what must hold after every pass, whatever the pass was.
+
+`verify_program` is cheap and runs after each pass; `verify_values` computes every shape again and runs once, at the
+end.
+"""
+
+from ..errors import VerifyError
+from ..program import Program
+from .collectives import check_collectives, check_exchanges, check_transposes
+from .facts import check_facts
+from .placements import check_partial_values
+from .structure import check_structure
+from .values import verify_values
+
+__all__ = ["verify_program", "verify_values"]
+
+
+def verify_program(program: Program) -> None:
+    """Raise a VerifyError with the surrounding lines at the first broken invariant."""
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        raise VerifyError(f"the graph is malformed: {error}") from error
+    check_structure(program)
+    check_collectives(program)
+    check_partial_values(program)
+    check_exchanges(program)
+    check_transposes(program)
+    check_facts(program)

@@ -1,0 +1,181 @@
+"""The command line: what each subcommand prints, its exit codes, and one sentence for an error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moecompile.cli import main
+from moecompile.cli.list_passes import markdown
+from moecompile.cli.loading import load_example, load_model, load_plan
+from moecompile.errors import CaptureError, PlanError
+from moecompile.passes import ALL_PASSES
+from moecompile.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = "input_ids=int64[2,8]<32,labels=int64[2,8]<32"
+MODEL = f"{__name__}:tiny"
+
+
+def tiny() -> nn.Module:
+    """A language model with four experts in the ModuleList style, in a few thousand parameters."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from module_list_experts import LanguageModel
+
+    torch.manual_seed(0)
+    return LanguageModel(
+        vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, expert_size=8, num_experts=4, top_k=2, max_len=8
+    )
+
+
+def run(*argv: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own, from the root of the checkout."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "moecompile", *argv]
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect", "passes", "verify"])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"example:\n  moecompile {command}" in capsys.readouterr().out
+
+
+def test_no_command_is_an_error(capsys):
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2
+    assert "command" in capsys.readouterr().err
+
+
+# ---- passes --------------------------------------------------------------------------------------------------
+
+
+def test_passes_lists_every_pass(capsys):
+    assert main(["passes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["name"] for item in found] == [kind.name for kind in ALL_PASSES]
+    assert all(item["sentence"].endswith(".") for item in found)
+    dispatch = next(item for item in found if item["name"] == "insert-dispatch")
+    assert dispatch["options"]["backend"] == "alltoall | allgather"
+    assert "EXPERTS_SHARDED" in dispatch["requires"]
+    assert dispatch["provides"] == ["TOKENS_DISPATCHED"]
+
+
+def test_passes_as_a_table(capsys):
+    assert main(["passes"]) == 0
+    told = capsys.readouterr().out
+    assert all(kind.name in told for kind in ALL_PASSES)
+
+
+def test_the_page_of_passes_is_fresh():
+    page = ROOT / "docs" / "passes.md"
+    assert page.read_text() == markdown(), "run: python -m moecompile passes --markdown > docs/passes.md"
+
+
+# ---- inspect -------------------------------------------------------------------------------------------------
+
+
+def test_inspect_names_every_layer(capsys):
+    assert main(["inspect", "--model", MODEL, "--example", EXAMPLE, "--dp", "2", "--ep", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (layer,) = found["layers"]
+    assert layer["module"] == "blocks.0.moe"
+    assert layer["source"].startswith("examples/module_list_experts.py:") or "module_list_experts.py:" in layer["source"]
+    assert (layer["experts"], layer["experts_per_rank"], layer["top_k"]) == (4, 2, 2)
+    assert layer["parameters"] == 4 * (16 * 8 + 8 + 8 * 16 + 16)
+    assert [entry["pass"] for entry in found["passes"]][0] == "recognize-moe"
+    assert found["world_size"] == 2
+
+
+def test_inspect_in_words_and_the_program(capsys):
+    assert main(["inspect", "--model", MODEL, "--example", EXAMPLE, "--plan", "dp=2,ep=2", "--print"]) == 0
+    told = capsys.readouterr().out
+    assert "1 MoE layers; Plan(dp=2, ep=2): 2 ranks" in told
+    assert "4 experts, 2 a rank, top-2" in told
+    assert "torch.ops.moe.dispatch" in told
+
+
+# ---- verify --------------------------------------------------------------------------------------------------
+
+
+def test_verify_passes_and_fails(tmp_path):
+    """Equal as it is; without the reduction of gradients the exit code and the table say so."""
+    right = run("verify", "--model", MODEL, "--example", EXAMPLE, "--dp", "2", "--ep", "2", "--json")
+    assert right.returncode == 0, right.stderr
+    found = json.loads(right.stdout)
+    assert found["ok"] is True
+    assert {row["kind"] for row in found["rows"]} == {"loss", "gradient", "norm", "weight"}
+    assert max(row["error"] for row in found["rows"]) < 1e-9
+
+    plan = tmp_path / "plan.toml"
+    passes = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate,sync-loss,lower-ops"
+    plan.write_text(f'dp = 2\nep = 2\npasses = "{passes}"\n')
+    wrong = run("verify", "--model", MODEL, "--example", EXAMPLE, "--plan", str(plan), "--json")
+    assert wrong.returncode == 1, wrong.stderr
+    rows = json.loads(wrong.stdout)["rows"]
+    bad = {row["name"] for row in rows if row["kind"] == "gradient" and row["error"] > 1e-9}
+    assert "head.weight" in bad
+    assert not any("experts" in name for name in bad), "expert gradients need no reduction when edp is 1"
+
+
+# ---- words to values -----------------------------------------------------------------------------------------
+
+
+def test_plan_from_words_and_files(tmp_path):
+    assert load_plan("dp=4,ep=2", {}) == Plan(dp=4, ep=2)
+    assert load_plan("dp=4,ep=2,dispatch=allgather,strict=true", {"ep": 4}) == Plan(
+        dp=4, ep=4, dispatch="allgather", strict=True
+    )
+    file = tmp_path / "plan.toml"
+    file.write_text(Plan(dp=8, ep=4).to_toml())
+    assert load_plan(str(file), {"dp": None}) == Plan(dp=8, ep=4)
+    assert load_plan(None, {"dp": 2, "ep": None}) == Plan(dp=2)
+    with pytest.raises(PlanError, match="neither a file nor fields"):
+        load_plan("fast", {})
+    with pytest.raises(PlanError, match="no field 'de'"):
+        load_plan("de=4", {})
+
+
+def test_example_from_a_spec():
+    found = load_example("input_ids=int64[2, 8]<5, x=float32[3], mask=bool[2,8]")
+    assert {name: (tuple(item.shape), item.dtype) for name, item in found.items()} == {
+        "input_ids": ((2, 8), torch.int64),
+        "x": ((3,), torch.float32),
+        "mask": ((2, 8), torch.bool),
+    }
+    assert found["input_ids"].max() < 5
+    with pytest.raises(CaptureError, match="input_ids=int64"):
+        load_example("input_ids=[2,8]")
+    with pytest.raises(CaptureError, match="one of int64"):
+        load_example("input_ids=int3[2,8]")
+
+
+def test_models_that_are_none():
+    assert isinstance(load_model(MODEL), nn.Module)
+    with pytest.raises(CaptureError, match="package.module:name"):
+        load_model("model")
+    with pytest.raises(CaptureError, match="importing nowhere failed"):
+        load_model("nowhere:build")
+    with pytest.raises(CaptureError, match="has no 'nothing'"):
+        load_model("moecompile.plan:nothing")
+    with pytest.raises(CaptureError, match="gave a Plan"):
+        load_model("moecompile.plan:Plan")
+
+
+def test_errors_are_one_sentence(capsys):
+    argv = ["inspect", "--model", MODEL, "--example", EXAMPLE, "--dp", "3", "--ep", "3"]
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("moecompile inspect: ")
+    assert "ep must divide the 4 experts" in told or "4 experts" in told
+    assert "Traceback" not in told
+    assert main([*argv, "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
