@@ -52,7 +52,11 @@ def profile(rank: int, steps: int) -> list[tuple[str, str, int, float]]:
         after = time.thread_time()
         optimizer.step()
         optimizer.zero_grad()
-        for name, spent in (("call", middle - begin), ("hand out", after - middle), ("AdamW", time.thread_time() - after)):
+        for name, spent in (
+            ("call", middle - begin),
+            ("hand out", after - middle),
+            ("AdamW", time.thread_time() - after),
+        ):
             times[name].append(spent * 1e3)
         if call is None:
             call = model._state.latest

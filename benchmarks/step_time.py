@@ -81,7 +81,17 @@ def launch(variant: str, warmup: int, steps: int, timeout: float = 600.0) -> dic
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = VARIANTS[variant][1]
-    command = [sys.executable, "-m", "benchmarks.step_time", "--rank-of", variant, "--warmup", str(warmup), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.step_time",
+        "--rank-of",
+        variant,
+        "--warmup",
+        str(warmup),
+        "--steps",
+        str(steps),
+    ]
     base = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(ranks):
@@ -168,7 +178,10 @@ def ratios(table: dict) -> list[tuple[str, str, float, float]]:
 def report(result: dict) -> str:
     """The tables, in Markdown."""
     table = result["variants"]
-    lines = ["| variant | processes | CPU ms/rank | wall ms | peak MB/rank | load before |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| variant | processes | CPU ms/rank | wall ms | peak MB/rank | load before |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, row in table.items():
         loads = " ".join(f"{load:.1f}" for load in row["load"])
         lines.append(

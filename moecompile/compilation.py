@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import pipeline as pipelines
 from .capture import Captured, batch_inputs, capture_model, globalize
-from .compat import reparametrize_module, tree_flatten, tree_unflatten, without_autocast
+from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
 from .pass_base import Fact, Pass
 from .passes import PASSES, STEP
 from .placement.types import Shard
 from .plan import Plan
-from .program import Level, OutputKind, Program
+from .program import Level, Program
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -32,25 +34,21 @@ class Request:
 
 
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
-    """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that have been cut already."""
+    """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that are cut already."""
     plan = request.plan
     args, kwargs = first_microbatch(request.args, request.kwargs, plan)
     args, kwargs = globalize(args, kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
-    if shapes is None:
-        return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
-    whole = {name: _whole(tensor, shapes.get(name)) for name, tensor in _weights(model)}
-    with reparametrize_module(model, whole):
-        return capture_model(model, args, kwargs, loss_fn=request.loss_fn)
+    return capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
 
 
-def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Arguments:
     """The call with its batch tensors cut to one microbatch."""
     if plan.microbatches == 1:
         return args, kwargs
     leaves, spec = tree_flatten((args, kwargs))
     for index, dim in batch_inputs(args, kwargs, plan.batch_dims).items():
         leaves[index] = leaves[index].narrow(dim, 0, leaves[index].shape[dim] // plan.microbatches)
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
+    found: Arguments = tree_unflatten(leaves, spec)
     return found
 
 
@@ -59,27 +57,17 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> No
     split = batch_inputs(args, kwargs, plan.batch_dims)
     leaves, _ = tree_flatten((args, kwargs))
     if not split:
-        raise CaptureError("the call has no tensor argument with a batch dim; pass the batch as tensors, or name its dim in batch_dims.")
+        raise CaptureError(
+            "the call has no tensor argument with a batch dim; pass the batch as tensors, or name its dim in batch_dims."
+        )
     for index, dim in split.items():
         size = leaves[index].shape[dim]
         if size == 0 or size % plan.microbatches:
             near = max(plan.microbatches, size // plan.microbatches * plan.microbatches)
             raise PlanError(
-                f"each rank's batch has {size} rows, but microbatches={plan.microbatches} needs a positive multiple of it; pass "
-                f"{near} rows, or drop the last batch of the data set."
+                f"each rank's batch has {size} rows, but microbatches={plan.microbatches} needs a positive multiple of it; "
+                f"pass {near} rows, or drop the last batch of the data set."
             )
-
-
-def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _whole(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """A weight of the global shape, without data where the real one has been cut."""
-    if shape is None or tuple(tensor.shape) == shape:
-        return tensor
-    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def compile_call(
@@ -128,7 +116,7 @@ def as_program(captured: Captured, request: Request) -> Program:
 
 
 def default_pipeline(plan: Plan, *, step: bool) -> str:
-    """The plan's own pipeline, else the preset; for a call without backward the passes of the step level are left out."""
+    """The plan's own pipeline, else the preset; a call without backward leaves out the passes of the step level."""
     text = plan.passes or STEP
     passes = pipelines.parse(text, PASSES)
     if plan.passes is None:
@@ -148,19 +136,3 @@ def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
         if item.name == "recognize-moe" and plan.router_dtype is not None:
             chosen.append(PASSES["cast-router"].from_options({"dtype": plan.router_dtype}))
     return tuple(chosen)
-
-
-def loss_output(program: Program) -> int | None:
-    """Place of the loss among the outputs."""
-    for at, item in enumerate(program.outputs):
-        if item.kind is OutputKind.LOSS:
-            return at
-    return None
-
-
-def require_moe(program: Program) -> None:
-    """A plan with experts in parallel needs a layer that has some."""
-    if program.plan.ep > 1 and not program.layers:
-        raise CaptureError(
-            f"ep={program.plan.ep} is asked for, but no MoE layer was found in the model; use ep=1 for plain data parallelism."
-        )

@@ -16,6 +16,7 @@ from torch.fx import Node
 _PLACEMENTS = "moe_placements"
 _DIRECTION = "moe_direction"
 _TWIN = "moe_twin"
+_DIFFERENTIATED = "moe_differentiated"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 
@@ -80,6 +81,15 @@ def twin(node: Node) -> str | None:
 
 def set_twin(node: Node, name: str) -> None:
     node.meta[_TWIN] = name
+
+
+def is_differentiated(node: Node) -> bool:
+    """Whether autograd passed this collective of the forward, so that the backward has to hold its transpose."""
+    return bool(node.meta.get(_DIFFERENTIATED, False))
+
+
+def mark_differentiated(node: Node) -> None:
+    node.meta[_DIFFERENTIATED] = True
 
 
 def module_path(node: Node) -> str:

@@ -1,11 +1,13 @@
 """First weights of a model that was built on the meta device: the same for every layout, and never held whole.
 
-Modules are initialised one after the other, children before their parent (the order of ``nn.Module.apply``), on the CPU, from
-one random stream that starts at ``torch.initial_seed()``. Every rank draws every module's weights, keeps its share and drops the
-rest, so no layout changes a weight; `initialize` is the same walk with nothing dropped.
+Modules are initialised one after the other, on the CPU, from one random stream that starts at ``torch.initial_seed()``. Every
+rank draws every module's weights, keeps its share and drops the rest, so no layout changes a weight; `initialize` is the
+same walk with nothing dropped.
 
-What initialises a module: ``init_fn(module)`` if given, else ``_init_weights(module)`` of the nearest module around it that
-has one (Hugging Face, and models in that style), else its own ``reset_parameters()``.
+What initialises a module: ``init_fn(module)`` if given, in the order of ``model.modules()``; else ``_init_weights(module)`` of
+the nearest module around it that has one (Hugging Face, and models in that style); else its own ``reset_parameters()``. The
+latter two go children before parents, as constructors and Hugging Face do, so a plain model whose constructors draw in that
+order gets the very weights it would have had on the CPU.
 """
 
 from __future__ import annotations
@@ -91,15 +93,21 @@ class _Walk:
                 "model with weights, or pass init_fn to parallelize."
             )
         start = torch.get_rng_state()
-        for child in module.children():
-            self.visit(child, owner)
         below = [item for child in module.children() for _, item in _tensors(child)]
-        before = torch.get_rng_state()
-        if self._initialize([(module, owner)], below):
-            return
-        # It reaches into the modules below, which therefore have to be whole beside it.
-        torch.set_rng_state(start if below else before)
-        self._initialize(list(_with_owners(module, owner)), [])
+        parent_first = self.init_fn is not None
+        alone = self._initialize([(module, owner)], below) if parent_first else True
+        if alone:
+            for child in module.children():
+                self.visit(child, owner)
+        if not parent_first:
+            alone = self._initialize([(module, owner)], below)
+        if not alone:
+            # It reaches into the modules below, which therefore have to be whole beside it.
+            torch.set_rng_state(start)
+            parents_first = [(member, None) for member in module.modules()]
+            family = parents_first if parent_first else list(_with_owners(module, owner))
+            self.seen.update(member for member, _ in family)
+            self._initialize(family, [])
 
     def _has_work(self, module: nn.Module) -> bool:
         return any(id(item) in self.names for _, item in _tensors(module))

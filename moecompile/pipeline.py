@@ -219,7 +219,7 @@ class _Dump:
     def after(self, item: Pass, at: int) -> None:
         """The program after one pass, if it is another one."""
         now = saved_text(self.program)
-        if _without_header(now) != _without_header(self.before):
+        if _function(now) != _function(self.before):
             self._write(f"{at + 1:02d}-{item.name}.py", now)
         self.before = now
 
@@ -241,7 +241,6 @@ class _Dump:
         (self.folder / name).write_text(text, encoding="utf-8")
 
 
-def _without_header(text: str) -> str:
-    """The function and what describes it; pipeline and facts change with every pass."""
-    kept = [line for line in text.splitlines() if not line.startswith(("# level", "# facts", "    'pipeline'"))]
-    return re.sub(r"    'facts': \[.*?\],\n", "", "\n".join(kept), flags=re.DOTALL)
+def _function(text: str) -> str:
+    """The function alone; pipeline and facts change with every pass."""
+    return text[text.index("def forward(") : text.index("\nPROGRAM = ")]

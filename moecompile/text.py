@@ -22,7 +22,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.overrides import TorchFunctionMode
 
 from . import graph as graphs
-from . import meta
+from . import meta, ops
 from .compat import FakeTensorMode, TreeSpec, rename_node, treespec_loads
 from .errors import CaptureError
 from .mesh import Mesh
@@ -74,6 +74,8 @@ class _Reader:
         plan = Plan.from_toml(data["plan"])
         self.lines = self.source.splitlines()
         self.mode = graphs.fake_mode()
+        facts = frozenset(Fact[name] for name in data["facts"])
+        self.halfway = Fact.EXPERTS_SHARDED in facts and Fact.TOKENS_DISPATCHED not in facts
         function = self._function(tree)
         graph = self._trace(tree, function, data["inputs"])
         inputs, outputs = [_input(item) for item in data["inputs"]], [_output(item) for item in data["outputs"]]
@@ -90,7 +92,7 @@ class _Reader:
             plan,
             Mesh(plan),
             level=Level[data["level"].upper()],
-            facts=frozenset(Fact[name] for name in data["facts"]),
+            facts=facts,
             in_spec=self._spec(data["in_spec"]),
             out_spec=self._spec(data["out_spec"]),
             out_template=tuple(data["out_template"]),
@@ -201,12 +203,20 @@ class _Reader:
                     statement, f"'{node.target}' is not a function; call torch.ops.* instead of methods and attributes"
                 )
             try:
-                node.meta["val"] = graphs.compute(node.target, node.args, node.kwargs, self.mode)
+                node.meta["val"] = self._value(node)
             except Exception as error:
                 raise self._error(
                     statement, f"'{node.name}' cannot be computed ({type(error).__name__}: {error})"
                 ) from error
             self._read_comment(statement, node)
+
+    def _value(self, node: Node) -> Any:
+        """The fake value of a call. Between shard-experts and insert-dispatch a linear has one rank's experts, all rows."""
+        if self.halfway and node.target is ops.grouped_linear:
+            rows, weight = meta.tensor(node.args[0]), meta.tensor(node.args[2])  # type: ignore[arg-type]
+            with self.mode:
+                return rows.new_empty(rows.shape[0], weight.shape[1])
+        return graphs.compute(node.target, node.args, node.kwargs, self.mode)  # type: ignore[arg-type]
 
     def _read_comment(self, statement: ast.stmt, node: Node) -> None:
         """What the comment behind a statement says, as the printer wrote it; an edited line may have none."""

@@ -6,8 +6,12 @@ from types import MappingProxyType
 
 from moecompile.pass_base import Pass
 
+from .canonicalize import Canonicalize
 from .cast_router import CastRouter
 from .differentiate import Differentiate
+from .fuse_rms_norm import FuseRmsNorm
+from .fuse_rotary import FuseRotary
+from .fuse_swiglu import FuseSwiglu
 from .insert_dispatch import InsertDispatch
 from .lower_ops import LowerOps
 from .normalize_loss import NormalizeLoss
@@ -28,9 +32,13 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     ShardDense,
     ShardExperts,
     InsertDispatch,
+    FuseSwiglu,
+    FuseRmsNorm,
+    FuseRotary,
     Differentiate,
     SyncLoss,
     SyncGrads,
+    Canonicalize,
     LowerOps,
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
@@ -38,5 +46,5 @@ PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
     "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-experts,insert-dispatch,"
-    "differentiate,sync-loss,sync-grads,lower-ops"
+    "fuse-swiglu,fuse-rms-norm,fuse-rotary,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
 )

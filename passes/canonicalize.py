@@ -35,7 +35,7 @@ class Canonicalize(Pass):
     """Remove calls that return their operand and merge equal calls; returns how many went."""
 
     name: ClassVar[str] = "canonicalize"
-    level: ClassVar[Level | None] = None
+    level: ClassVar[Level] = Level.STEP  # before, a detach still says where gradients end
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:

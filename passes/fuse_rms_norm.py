@@ -43,10 +43,14 @@ class FuseRmsNorm(Pass):
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         found = [norm for node in graphs.find(graph, aten.rsqrt.default) if (norm := match(node)) is not None]
-        found += [norm for node in graphs.find(graph, aten.rms_norm.default) if (norm := match_composite(node)) is not None]
+        found += [
+            norm for node in graphs.find(graph, aten.rms_norm.default) if (norm := match_composite(node)) is not None
+        ]
         for norm in found:
             with graph.graph.inserting_before(norm.result):
-                made = graphs.call(graph.graph, ops.rms_norm, norm.x, norm.weight, norm.eps, like=norm.result, mode=ctx.mode)
+                made = graphs.call(
+                    graph.graph, ops.rms_norm, norm.x, norm.weight, norm.eps, like=norm.result, mode=ctx.mode
+                )
                 fused, _ = graphs.unpack(graph.graph, made)
             meta.set_placements(fused, meta.placements(norm.result))
             graphs.replace(norm.result, fused)

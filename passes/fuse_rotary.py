@@ -40,7 +40,9 @@ class FuseRotary(Pass):
                 continue
             result, x, cos, sin = found
             if trained & graphs.ancestors(cos, sin):
-                ctx.decline(self.name, f"{meta.where(result)}: its angles are trained, and moe.rotary has no gradient for them")
+                ctx.decline(
+                    self.name, f"{meta.where(result)}: its angles are trained, and moe.rotary has no gradient for them"
+                )
                 continue
             with graph.graph.inserting_before(result):
                 fused = graphs.call(graph.graph, ops.rotary, x, cos, sin, like=result, mode=ctx.mode)

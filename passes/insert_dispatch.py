@@ -102,7 +102,7 @@ def find_regions(graph: Graph, permute: Node) -> list[Region]:
 
 def _alltoall(graph: Graph, region: Region, ctx: PassContext) -> None:
     ranks, mode = ctx.mesh.size("ep"), ctx.mode
-    first = min(region.body, key=list(graph.nodes).index)
+    first = min([*region.body, *region.travelling], key=list(graph.nodes).index)
 
     def make(target: Any, *args: Any, like: Node = region.permute) -> Node:
         return graphs.call(graph, target, *args, like=like, mode=mode)
@@ -204,7 +204,7 @@ def _probs_before_last_linear(graph: Graph, region: Region, ctx: PassContext) ->
     """y = W2 (p * act): the same sum, with nothing kept behind the second linear. The weights become rows that travel too."""
     last, probs = region.unpermute.args[0], region.probs
     plain = isinstance(last, Node) and last.target is ops.grouped_linear and len(last.args) == 3 and not last.kwargs
-    if not plain or not isinstance(last, Node) or not isinstance(probs, Node):
+    if not plain or not isinstance(last, Node) or not isinstance(probs, Node) or len(last.users) != 1:
         reason = "its rows do not come straight from a linear without bias, so its probs stay at combine"
         ctx.decline(InsertDispatch.name, f"{meta.where(region.unpermute)}: {reason}")
         return
@@ -212,6 +212,7 @@ def _probs_before_last_linear(graph: Graph, region: Region, ctx: PassContext) ->
     def make(target: Any, *args: Any) -> Node:
         return graphs.call(graph, target, *args, like=last, mode=ctx.mode)
 
+    region.unpermute.prepend(last)  # the weights may be computed after the experts
     with graph.inserting_before(last):
         weights = make(ops.gather_rows, make(aten.reshape.default, probs, [-1, 1]), region.row_map, 1)
         scaled = make(aten.mul.Tensor, last.args[0], weights)

@@ -55,7 +55,7 @@ def load_table(load: dict[str, list[int]]) -> Table:
 
 def rewritten_layer(console: Console, text: str) -> None:
     """The first MoE layer's forward."""
-    console.print(f"\nThe first MoE layer after the passes; {LEGEND}\n", highlight=False)
+    console.print(f"\nThe first MoE layer as the passes leave it; its backward is derived from this. {LEGEND}\n", highlight=False)
     console.print(Syntax(text, "python", background_color="default", word_wrap=True))
 
 

@@ -12,7 +12,6 @@ from moecompile.ops import cpu
 from moecompile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from moecompile.ops.exchange import combine, dispatch, exchange_counts, set_size_checks, sizes_to_host
 from moecompile.ops.experts import grouped_linear, grouped_linear_wgrad, grouped_sum
-from moecompile.ops.random import fold_seed, uniform
 from moecompile.ops.fused import (
     rms_norm,
     rms_norm_backward,
@@ -22,6 +21,7 @@ from moecompile.ops.fused import (
     swiglu,
     swiglu_backward,
 )
+from moecompile.ops.random import fold_seed, uniform
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice
 
@@ -36,18 +36,29 @@ AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
         reduce_scatter: 2,
     }
 )
+# The gradient of each collective is the op that is its transpose.
+TRANSPOSE: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyType(
+    {
+        dispatch: combine,
+        combine: dispatch,
+        all_reduce: all_reduce,
+        all_gather: reduce_scatter,
+        reduce_scatter: all_gather,
+    }
+)
 COLLECTIVES: frozenset[OpOverload[..., Any]] = frozenset(AXIS_ARGUMENT)
 
 __all__ = [
     "AXIS_ARGUMENT",
     "COLLECTIVES",
+    "TRANSPOSE",
     "all_gather",
     "all_reduce",
     "combine",
     "cpu",
     "dispatch",
-    "fold_seed",
     "exchange_counts",
+    "fold_seed",
     "gather_rows",
     "grouped_linear",
     "grouped_linear_wgrad",

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from .. import meta, ops
 from ..errors import PassError
+from .slicing import sliced
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def convert(walk: Sharder, made: Node, like: Node, axis: str, have: Placement, w
     elif isinstance(have, Replicate) and isinstance(want, Partial):
         new = _share(walk, made, like, axis)
     elif isinstance(have, Replicate) and isinstance(want, Shard) and not want.rows:
-        new = walk.call(ops.local_slice, made, walk.offset(axis), want.dim, want.outer, walk.axes[axis], like=like)
+        part = sliced(walk, like, axis, want) if made is walk.env.get(like) else None
+        new = part if part is not None else _slice(walk, made, like, axis, want)
     else:
         raise PassError(
             f"shard-dense: {meta.where(like)} is {have} on {axis} and {want} is needed there, which this version does not "
@@ -39,6 +41,10 @@ def convert(walk: Sharder, made: Node, like: Node, axis: str, have: Placement, w
     placed = {**meta.placements(made), axis: want}
     meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
     return new
+
+
+def _slice(walk: Sharder, made: Node, like: Node, axis: str, want: Shard) -> Node:
+    return walk.call(ops.local_slice, made, walk.offset(axis), want.dim, want.outer, walk.axes[axis], like=like)
 
 
 def _share(walk: Sharder, made: Node, like: Node, axis: str) -> Node:

@@ -160,7 +160,7 @@ def _emit_index(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> No
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     assert isinstance(source, Node)
     for axis, ranks in walk.axes.items():
-        placed = walk.place(source, axis)
+        placed = walk.given(source, axis, decisions)
         rows = indices[placed.dim] if isinstance(placed, Shard) and placed.dim < len(indices) else None
         if isinstance(placed, Shard) and isinstance(rows, Node):
             first = walk.offset(axis, meta.tensor(source).shape[placed.dim] // ranks)

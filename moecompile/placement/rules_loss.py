@@ -73,9 +73,7 @@ def _emit_classes(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> 
 def _linear_only(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> bool:
     """Nothing is cut: the call stays as it is."""
     return not any(
-        isinstance(walk.place(item, axis), Shard) or isinstance(decision.need.get(item), Shard)
-        for axis, decision in decisions.items()
-        for item in node.all_input_nodes
+        isinstance(walk.given(item, axis, decisions), Shard) for axis in decisions for item in node.all_input_nodes
     )
 
 

@@ -98,7 +98,7 @@ def _emit_mean(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Nod
     source, parts = node.args[0], 1
     assert isinstance(source, Node)
     for axis, decision in decisions.items():
-        if isinstance(walk.place(source, axis), Shard) and isinstance(decision.out, Partial):
+        if isinstance(walk.given(source, axis, decisions), Shard) and isinstance(decision.out, Partial):
             parts *= walk.axes[axis]
     if parts == 1:
         return None
@@ -112,7 +112,7 @@ def _emit_across(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> N
     cut = [
         axis
         for axis, decision in decisions.items()
-        if isinstance(walk.place(source, axis), Shard) and isinstance(decision.out, Replicate)
+        if isinstance(walk.given(source, axis, decisions), Shard) and isinstance(decision.out, Replicate)
     ]
     made = walk.emit(node, node.args, node.kwargs, decisions)
     boolean = bool(cut) and meta.tensor(made).dtype == torch.bool

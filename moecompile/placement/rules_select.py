@@ -60,7 +60,7 @@ def _emit_window(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> N
     source = node.args[0]
     assert isinstance(source, Node)
     dim = arguments(node)["dim"] % meta.tensor(source).dim()
-    ranks = _ranks_along(walk, source, dim)
+    ranks = _ranks_along(walk, source, dim, decisions)
     if ranks == 1:
         return None
     start, _ = _start(node, meta.tensor(source).shape[dim])
@@ -69,11 +69,11 @@ def _emit_window(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> N
     return walk.emit(node, args, {}, decisions, target=aten.slice.Tensor)
 
 
-def _ranks_along(walk: Sharder, source: Node, dim: int) -> int:
+def _ranks_along(walk: Sharder, source: Node, dim: int, decisions: dict[str, Decision]) -> int:
     """Into how many parts ``dim`` of a value is cut."""
     ranks = 1
     for axis, size in walk.axes.items():
-        placed = walk.place(source, axis)
+        placed = walk.given(source, axis, decisions)
         ranks *= size if isinstance(placed, Shard) and placed.dim == dim else 1
     return ranks
 
@@ -101,7 +101,7 @@ def _emit_split(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> No
     source = node.args[0]
     assert isinstance(source, Node)
     dim = arguments(node)["dim"] % meta.tensor(source).dim()
-    ranks = _ranks_along(walk, source, dim)
+    ranks = _ranks_along(walk, source, dim, decisions)
     if ranks == 1:
         return None
     sizes = [part.shape[dim] // ranks for part in meta.value(node)]

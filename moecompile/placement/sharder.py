@@ -155,6 +155,10 @@ class Sharder:
             if isinstance(placed, Shard) and any(isinstance(out, Replicate) for out in decision.outs):
                 raise NoRule(f"its rule gives a whole result although {item.name} is cut.")
 
+    def given(self, arg: Node, axis: str, decisions: Mapping[str, Decision]) -> Placement:
+        """Placement of an operand once it is converted to what the decisions need."""
+        return decisions[axis].need.get(arg, self.place(arg, axis))
+
     def operand(self, arg: Node, decisions: Mapping[str, Decision]) -> Node:
         """The local value of ``arg``, converted to what the decisions need."""
         made = self.env[arg]

@@ -31,7 +31,10 @@ def axis_order(node: Node, ndim: int) -> list[int]:
     order, args = list(range(ndim)), cast(tuple[Any, ...], node.args)
     if node.target is aten.permute.default:
         return [dim % ndim for dim in args[1]]
-    one, other = (0, ndim - 1) if node.target is aten.t.default else (args[1] % ndim, args[2] % ndim)
+    if node.target is aten.numpy_T.default:
+        return order[::-1]
+    named = args[1:3] if node.target is aten.transpose.int else (-2, -1)
+    one, other = (dim % ndim for dim in named)
     if ndim > 1:
         order[one], order[other] = order[other], order[one]
     return order

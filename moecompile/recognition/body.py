@@ -126,6 +126,7 @@ class Setting:
     num_experts: int
     is_coefficient: Callable[[Node], bool]
     constant: Callable[[Node], torch.Tensor | None]
+    one: Callable[[Node], Node]  # stands for all equal weight-side values
 
 
 def degree_of(step: Step, degree: Callable[[Value], int]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from moecompile import graph as ir
 from moecompile import meta, ops
@@ -20,10 +21,10 @@ from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind
 from moecompile.recognition.base import MismatchError
 from moecompile.recognition.body import Body, NotRowwiseError, Setting, Source
-from moecompile.recognition.choices import Choice, dependents, find_choices, static_nodes
+from moecompile.recognition.choices import Choice, find_choices, static_nodes
 from moecompile.recognition.match import Match, Matcher
 from moecompile.recognition.probe import UnknownError
-from moecompile.recognition.regions import Component, Proposal, Region
+from moecompile.recognition.regions import Component, Proposal, Region, hashable
 from moecompile.recognition.stand_in import expert_count
 from moecompile.recognition.trace import trace_body
 
@@ -60,15 +61,16 @@ def find_layers(graph: Graph, inputs: Mapping[Node, Input], constants: Mapping[s
     static = static_nodes(graph, {node for node, item in inputs.items() if item.kind in _KINDS})
     layers = []
     choices = find_choices(graph)
+    canonical = {choice.node for choice in choices if _is_canonical(choice)}
     for choice in choices:
-        if _is_canonical(choice):
+        if choice.node in canonical:
             continue
         region = Region(graph, choice, static)
+        if canonical & region.early:
+            continue  # narrows down a decision whose layer is in ``moe::`` ops
         proposal = region.propose()
         if _prepares_another(region, proposal, choices):
             continue
-        if proposal.trouble:
-            raise _refusal(choice, proposal.trouble)
         layer = _Reader(region, proposal, inputs, constants).layer()
         if layer is not None:
             layers.append(layer)
@@ -114,28 +116,24 @@ class _Reader:
         self.proposal = proposal
         self.inputs = inputs
         self.constants = constants
+        self._equal: dict[Any, Node] = {}
         self.shared = self._shared_weights()
 
     def layer(self) -> Layer | None:
         """The layer; None when the decision has nothing to do with experts."""
-        components = self.proposal.components
-        if not components:
-            if self._has_expert_weights():
-                raise _refusal(self.choice, "no expert computation that it selects was found behind it")
-            return None
-        groups = self._groups(components)
-        reasons = []
-        for bodies, why in groups:
-            if why:
-                reasons.append(why)
+        components, why = self.proposal.components, self.proposal.trouble
+        for bodies, reason in self._groups(components) if components and not why else []:
+            if not bodies:
+                why = why or reason
                 continue
             try:
                 return self._matched(bodies)
             except (MismatchError, UnknownError) as error:
-                reasons.append(str(error))
-        if self.proposal.dense and not self._has_expert_weights():
-            return None
-        raise _refusal(self.choice, reasons[0] if reasons else "its experts could not be read")
+                why = why or str(error)
+        picked_apart = len(components) > 1 and not self.proposal.dense
+        if picked_apart or self._has_expert_weights():
+            raise _refusal(self.choice, why or "no expert computation that it selects was found behind it")
+        return None
 
     # Bodies ------------------------------------------------------------------------------------------------------
 
@@ -165,6 +163,7 @@ class _Reader:
             self.choice.num_options,
             self.region.is_coefficient,
             self._constant,
+            self._one,
         )
         return trace_body(component.exit, axes, setting)
 
@@ -209,13 +208,21 @@ class _Reader:
             node = node.all_input_nodes[0]
         return self.constants.get(node.name)
 
+    def _one(self, node: Node) -> Node:
+        """The first of all weight-side values that are computed alike."""
+        if node.op != "call_function":
+            return node
+        args, kwargs = map_arg((node.args, node.kwargs), self._one)
+        return self._equal.setdefault((node.target, hashable(args), hashable(kwargs)), node)
+
     def _shared_weights(self) -> frozenset[Node]:
         """Weight-side values that the bodies of all components read."""
         counts: dict[Node, int] = {}
         components = self.proposal.components
         for component in components:
             read = {item for node in component.nodes for item in node.all_input_nodes if item in self.region.static}
-            for node in read | {source for item in read for source in ir.ancestors(item)}:
+            every = read | {source for item in read for source in ir.ancestors(item)}
+            for node in {self._one(node) for node in every}:
                 counts[node] = counts.get(node, 0) + 1
         return frozenset(node for node, count in counts.items() if count > 1 and count == len(components))
 
@@ -228,7 +235,11 @@ class _Reader:
             raise MismatchError(
                 f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found"
             )
-        match = Matcher(self.region, bodies, experts, self.constants).match()
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):  # gradients are compared whatever the call is captured for
+            match = Matcher(self.region, bodies, experts, self.constants).match()
         return Layer(
             self.choice,
             match,
@@ -290,19 +301,17 @@ class _Reader:
 
     def _has_expert_weights(self) -> bool:
         """Parameters beside the router that come in as many copies as it has options."""
-        reached = dependents([self.choice.node])
         scope = meta.module_path(self.choice.node).rpartition(".")[0]
         numbered: dict[str, set[int]] = {}
-        for node, item in self.inputs.items():
-            if item.kind is not InputKind.PARAM or not any(name.startswith(scope) for name in item.fqns):
-                continue
-            if not any(user in reached or dependents([user]) & reached for user in node.users):
+        for item in self.inputs.values():
+            if item.kind is not InputKind.PARAM or not (scope == "" or item.fqns[0].startswith(scope + ".")):
                 continue
             if len(item.shape) >= 3 and item.shape[0] == self.choice.num_options:
                 return True
-            found = re.match(r"^(.*?\.)?(\d+)(\..*)?$", item.fqns[0][len(scope) :].lstrip("."))
-            if found:
-                numbered.setdefault(f"{found.group(1)}*{found.group(3)}", set()).add(int(found.group(2)))
+            for found in re.finditer(r"\.(\d+)(?=\.|$)", item.fqns[0][len(scope) :]):
+                name = item.fqns[0][len(scope) :]
+                key = f"{name[: found.start()]}.*{name[found.end() :]}"
+                numbered.setdefault(key, set()).add(int(found.group(1)))
         return any(numbers >= set(range(self.choice.num_options)) for numbers in numbered.values())
 
 

@@ -151,8 +151,8 @@ class Matcher:
         known = [math.prod(shape) for shape in map(self.scale.shape, counts) if all(isinstance(n, int) for n in shape)]
         if max(known, default=0) > _LARGEST:
             raise MismatchError(
-                f"its {self.choice.num_tokens} tokens cannot be told apart from other sizes, and are too many to try the "
-                "layer on (use another batch size)"
+                f"its {self.choice.num_tokens} tokens cannot be told apart from other sizes, and are too many to try "
+                "the layer on (use another batch size)"
             )
 
     # Probing -----------------------------------------------------------------------------------------------------
@@ -246,11 +246,10 @@ class Matcher:
         stand_in = StandIn.make(self.num_experts, self.width, linear, generator)
         given, ids = self._given(round_, evaluator, generator)
         none = self._stand_ins(order, lambda expert, rows: stand_in(expert, rows) * 0)
-        with torch.enable_grad():
-            values = evaluator.run([*self.results, *self.weights], given, self._stand_ins(order, stand_in))
-            same = {node: value for node, value in values.items() if node not in self.affected}
-            bases = evaluator.run(self.results, same, none)
-            parts = self._apart(stand_in, values[self.tokens], ids)
+        values = evaluator.run([*self.results, *self.weights], given, self._stand_ins(order, stand_in))
+        same = {node: value for node, value in values.items() if node not in self.affected}
+        bases = evaluator.run(self.results, same, none)
+        parts = self._apart(stand_in, values[self.tokens], ids)
         leaves = [tensor for tensor in evaluator.drawn.values() if tensor.requires_grad]
         return Probed(ids, values, bases, parts, leaves)
 

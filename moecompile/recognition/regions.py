@@ -314,12 +314,12 @@ def merge_equal(nodes: list[Node]) -> None:
     """Let equal calls among ``nodes`` be one: rows picked twice are picked once."""
     known: dict[Any, Node] = {}
     for node in nodes:
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        key = (node.target, hashable(node.args), hashable(node.kwargs))
         if known.setdefault(key, node) is not node:
             node.replace_all_uses_with(known[key])
 
 
-def _hashable(item: Any) -> Any:
+def hashable(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
-        return tuple(_hashable(part) for part in item)
-    return tuple((key, _hashable(part)) for key, part in item.items()) if isinstance(item, dict) else item
+        return tuple(hashable(part) for part in item)
+    return tuple((key, hashable(part)) for key, part in item.items()) if isinstance(item, dict) else item

@@ -124,6 +124,8 @@ AXES = frozenset(
         aten.transpose.int,
         aten.permute.default,
         aten.t.default,
+        aten.numpy_T.default,
+        aten.mT.default,
         aten.expand.default,
     }
 )

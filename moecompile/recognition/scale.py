@@ -7,6 +7,7 @@ so that what a limit drops is seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,12 +82,12 @@ def choose_scale(nodes: list[Node], sources: Iterable[Node], choice: Choice, tok
 
     ``sources`` are the values that the region takes from outside.
     """
-    rows = meta.tensor(tokens).shape
     counts = [choice.num_tokens, choice.num_tokens * choice.top_k]
     outer = 1
-    if len(rows) > 2:  # [batch, sequence, width]: fewer positions, as many sequences
-        counts.append(int(rows[-2]))
-        outer = choice.num_tokens // int(rows[-2])
+    positions = _positions([tokens, *nodes], choice.num_tokens)
+    if positions is not None:  # [batch, sequence, width]: fewer positions, as many sequences
+        counts.append(positions)
+        outer = choice.num_tokens // positions
     known = {*counts, *(count - 1 for count in counts)}
     floor = _largest_limit(nodes, known)
     if floor is None or set(counts) & _feature_sizes([tokens, *sources], choice, width, outer):
@@ -97,6 +98,17 @@ def choose_scale(nodes: list[Node], sources: Iterable[Node], choice: Choice, tok
     if 2 * small > choice.num_tokens:
         return Scale()
     return Scale(dict(zip(counts, (small, small * choice.top_k, inner), strict=False)))
+
+
+def _positions(nodes: Iterable[Node], num_tokens: int) -> int | None:
+    """The length of a sequence, where the tokens have the shape [batch, sequence, width] or are given it."""
+    for at, node in enumerate(nodes):
+        if at and node.target not in rowwise.RESHAPES:
+            continue
+        shape = meta.tensor(node).shape
+        if len(shape) > 2 and all(isinstance(size, int) for size in shape[:-1]) and math.prod(shape[:-1]) == num_tokens:
+            return int(shape[-2])
+    return None
 
 
 def _largest_limit(nodes: list[Node], known: set[int]) -> int | None:

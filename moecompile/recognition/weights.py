@@ -60,8 +60,8 @@ class WeightReader:
         part = self._part_of_shared(node)
         if part is not None:
             return part
-        if node.op == "placeholder" or self.batched or node in self.setting.shared:
-            return self._leaf(Source("own", node))
+        if node.op == "placeholder" or self.batched or self.setting.one(node) in self.setting.shared:
+            return self._leaf(Source("own", self.setting.one(node)))
         target, ndim = (
             node.target,
             meta.tensor(node.args[0]).dim() if isinstance(node.args[0], Node) and meta.is_tensor(node.args[0]) else 0,
@@ -69,7 +69,7 @@ class WeightReader:
         inputs = list(node.all_input_nodes)
         if not inputs:
             return self._leaf(Source("own", node))
-        if target is aten.t.default:
+        if target in (aten.t.default, aten.mT.default) or (target is aten.numpy_T.default and ndim == 2):
             return self.step(node, aten.transpose.int, self.static(inputs[0]), -2, -1)
         if target is aten.transpose.int:
             dims = [int(dim) % ndim - ndim for dim in node.args[1:3]]  # type: ignore[arg-type]
@@ -95,11 +95,13 @@ class WeightReader:
             return None
         if node.target is operator.getitem and source.target in rowwise.PIECES:
             dim = source.args[1 if source.target is aten.unbind.int else 2 :]
-            if source.args[0] not in self.setting.shared or (dim and dim[0] != 0):
+            whole = self.setting.one(source.args[0])
+            if whole not in self.setting.shared or (dim and dim[0] != 0):
                 return None
             if source.target is aten.unbind.int:
-                return self._leaf(Source("slice", source.args[0], int(node.args[1])))  # type: ignore[arg-type]
-            return self._block(source.args[0], int(node.args[1]) * int(meta.tensor(node).shape[0]), node)  # type: ignore[arg-type]
+                return self._leaf(Source("slice", whole, int(node.args[1])))  # type: ignore[arg-type]
+            return self._block(whole, int(node.args[1]) * int(meta.tensor(node).shape[0]), node)  # type: ignore[arg-type]
+        source = self.setting.one(source)
         if source not in self.setting.shared:
             return None
         if node.target is aten.select.int and node.args[1] == 0:

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta, set_current_meta
 
 from .. import graph as graphs
-from .. import meta
+from .. import meta, ops
 from ..compat import (
     FakeTensorMode,
     TracingContext,
@@ -149,6 +149,9 @@ def _tag(forward: list[Node], backward: list[Node]) -> None:
         source = by_number.get(node.meta.get("seq_nr", -1))
         if source is not None:
             meta.set_twin(node, source.name)
+            # other nodes may share the number, so only the op tells whose gradient this is
+            if ops.TRANSPOSE.get(source.target) is node.target:  # type: ignore[arg-type]
+                meta.mark_differentiated(source)
             for key in ("nn_module_stack", "stack_trace"):
                 if key in source.meta:
                     node.meta[key] = source.meta[key]

@@ -16,23 +16,13 @@ from torch.fx import Node
 from .. import meta, ops
 from ..graph import ancestors, find, symbolic_sizes
 from ..mesh import AXES
-from ..ops import AXIS_ARGUMENT
-from ..program import InputKind, Level, OutputKind, Program
+from ..ops import AXIS_ARGUMENT, TRANSPOSE
+from ..program import Level, OutputKind, Program
 from .report import fault
 
 aten = torch.ops.aten
 _SIZED = (ops.dispatch, ops.combine)  # ops that carry how many rows each rank sends
 _GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter)  # ops whose second argument is the group size
-_OPPOSITE = {
-    ops.dispatch: ops.combine, ops.combine: ops.dispatch, ops.all_gather: ops.reduce_scatter,
-    ops.reduce_scatter: ops.all_gather, ops.all_reduce: ops.all_reduce,
-}  # fmt: skip
-# autograd stops here
-_BARRIERS = {
-    aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    aten.new_empty.default,
-}  # fmt: skip
 
 
 def axis_of(node: Node) -> str:
@@ -106,16 +96,15 @@ def check_transposes(program: Program) -> None:
     """In a step graph the backward's collectives are the transposes of those that a gradient passes, one for one."""
     if program.level is not Level.STEP:
         return
-    passed = _differentiated(program)
     synced = _reductions_of_results(program)
     forward: dict[Any, list[Node]] = {}
     backward: dict[Any, list[Node]] = {}
     for node in program.graph.nodes:
-        if node.target not in _OPPOSITE or node in synced or not _is_float(node):
+        if node.target not in TRANSPOSE or node in synced or not _is_float(node):
             continue
         if meta.direction(node) is meta.Direction.BACKWARD:
             backward.setdefault(_signature(node), []).append(node)
-        elif node in passed:
+        else:
             forward.setdefault(_signature(node, opposite=True), []).append(node)
     for key, nodes in backward.items():
         if len(nodes) > len(forward.get(key, ())):
@@ -125,9 +114,10 @@ def check_transposes(program: Program) -> None:
                 "with swapped sizes over the same axis",
             )
     for key, nodes in forward.items():
-        if len(nodes) > len(backward.get(key, ())):
+        passed = [node for node in nodes if meta.is_differentiated(node)]
+        if len(passed) > len(backward.get(key, ())):
             raise fault(
-                nodes[-1],
+                passed[-1],
                 "has no transpose in the backward, so its gradient stays on the wrong ranks; differentiate again",
             )
 
@@ -135,7 +125,7 @@ def check_transposes(program: Program) -> None:
 def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
     """Equal for a backward collective and, taken ``opposite``, for the forward collective that it transposes."""
     target: Any = node.target
-    target = _OPPOSITE[target] if opposite else target
+    target = TRANSPOSE[target] if opposite else target
     if node.target in _SIZED:
         send, recv = node.args[1:3]
         return target, axis_of(node), *((recv, send) if opposite else (send, recv))
@@ -144,33 +134,6 @@ def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
 
 def _is_float(node: Node) -> bool:
     return meta.is_tensor(node) and meta.tensor(node).is_floating_point()
-
-
-def _differentiated(program: Program) -> set[Node]:
-    """Forward nodes on a differentiable path from a trained parameter to the loss."""
-    trained = {
-        node
-        for node, item in program.items()
-        if item.kind is InputKind.PARAM and item.requires_grad and _is_float(node)
-    }
-    down = set(trained)
-    for node in program.graph.nodes:
-        if node.op != "call_function" or node.target in _BARRIERS or down.isdisjoint(node.all_input_nodes):
-            continue
-        if not meta.is_tensor(node) or _is_float(node):  # a tuple may hold floats
-            down.add(node)
-    losses = [
-        found
-        for found, item in zip(program.output_nodes(), program.outputs, strict=True)
-        if item.kind is OutputKind.LOSS and isinstance(found, Node)
-    ]
-    up, todo = set(losses), list(losses)
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in up and source in down and source.target not in _BARRIERS:
-                up.add(source)
-                todo.append(source)
-    return up & down
 
 
 def _reductions_of_results(program: Program) -> set[Node]:

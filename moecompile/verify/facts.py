@@ -143,7 +143,10 @@ def _lowered(program: Program) -> None:
     for node in program.graph.nodes:
         kind, _, name = str(node.target).partition(".")
         if kind == "moe" and name in lowered:
-            raise fault(node, f"is still moe::{name} while others are lowered; map every call in lower-ops")
+            raise fault(
+                node,
+                f"is still moe::{name.removesuffix('.default')} while others are lowered; map every call in lower-ops",
+            )
 
 
 CHECKS: MappingProxyType[Fact, Callable[[Program], None]] = MappingProxyType(

@@ -55,7 +55,12 @@ def die_in_second_step(rank: int, plan: Plan, victim: int, name: str, count: int
         (2, 2, 1, "dispatch", 2, r"dispatch\w* of layers\.1\S* \(forward\) failed on axis ep, ranks \(0, 1\)"),
         (2, 2, 0, "combine", 5, r"combine\w* of layers\.\d\S* \(backward\) failed on axis ep, ranks \(0, 1\)"),
         pytest.param(
-            4, 2, 3, "dispatch", 2, r"dispatch\w* of layers\.1\S* \(forward\) failed on axis ep, ranks \(2, 3\)",
+            4,
+            2,
+            3,
+            "dispatch",
+            2,
+            r"dispatch\w* of layers\.1\S* \(forward\) failed on axis ep, ranks \(2, 3\)",
             marks=pytest.mark.slow,
         ),
     ],
@@ -67,7 +72,9 @@ def test_case_48_a_dead_peer_is_named(
     """Layer, phase, group and the missing rank, within seconds."""
     plan = Plan(dp=world, ep=ep, timeout=60)
     note = tmp_path / "died"
-    with pytest.raises(RankError, match=f"rank {victim} of {world} failed: the process was killed by SIGKILL") as caught:
+    with pytest.raises(
+        RankError, match=f"rank {victim} of {world} failed: the process was killed by SIGKILL"
+    ) as caught:
         ranks.run(world, die_in_second_step, plan, victim, name, count, note)
     took = time.monotonic() - float(note.read_text())
     said = str(caught.value)
@@ -75,4 +82,3 @@ def test_case_48_a_dead_peer_is_named(
     assert "What the ranks waiting for it saw" in said
     assert re.search(expected + rf": rank {victim} is missing", said), said
     assert took < SECONDS, took
-

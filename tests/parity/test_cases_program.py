@@ -80,7 +80,12 @@ def test_case_27_runtime_sizes_stay_between_dispatch_and_combine(dispatch: str) 
         node for node in nodes if node.op == "call_function" and node not in reads
         and list(graphs.symbolic_sizes(node.meta["val"]))
     ]  # fmt: skip
-    symbols = {symbol for node in sized for size in graphs.symbolic_sizes(node.meta["val"]) for symbol in size.node.expr.free_symbols}
+    symbols = {
+        symbol
+        for node in sized
+        for size in graphs.symbolic_sizes(node.meta["val"])
+        for symbol in size.node.expr.free_symbols
+    }
     assert len(symbols) == config.layers
     inside, outside = (ops.dispatch, ops.permute_local), (ops.combine, ops.unpermute, ops.cpu.unpermute)
     for node in sized:

@@ -35,7 +35,11 @@ def calls(program: Program, *targets: object) -> list[Node]:
 
 def elements(program: Program) -> int:
     """Elements of all parameters that one rank holds."""
-    sizes = [torch.Size(item.local_shape(program.mesh)).numel() for _, item in program.items() if item.kind is InputKind.PARAM]
+    sizes = [
+        torch.Size(item.local_shape(program.mesh)).numel()
+        for _, item in program.items()
+        if item.kind is InputKind.PARAM
+    ]
     return sum(sizes)
 
 

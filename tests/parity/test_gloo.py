@@ -44,7 +44,9 @@ def test_two_ranks(ranks: Ranks, config: Config, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(dp=4, ep=2), Plan(dp=4, ep=4), Plan(dp=4, ep=2, dispatch="allgather")], ids=["ep2", "ep4", "allgather"]
+    "plan",
+    [Plan(dp=4, ep=2), Plan(dp=4, ep=4), Plan(dp=4, ep=2, dispatch="allgather")],
+    ids=["ep2", "ep4", "allgather"],
 )
 def test_four_ranks(ranks: Ranks, plan: Plan) -> None:
     check(ranks, Job(Config("loop", shared=True, aux=0.1), plan), BATCHES)
@@ -87,7 +89,13 @@ def test_the_optimizer_may_be_made_at_any_time(ranks: Ranks, early: bool) -> Non
         ("stacked", False, "adamw-fused"),
         ("stacked", True, "adamw-foreach"),
     ],
-    ids=["loop-helper-default", "loop-stock-fused", "loop-stock-foreach", "stacked-helper-fused", "stacked-stock-foreach"],
+    ids=[
+        "loop-helper-default",
+        "loop-stock-fused",
+        "loop-stock-foreach",
+        "stacked-helper-fused",
+        "stacked-stock-foreach",
+    ],
 )
 def test_case_04_clipping_and_optimizers(ranks: Ranks, style: str, stock: bool, optimizer: str) -> None:
     """Attention on one mesh, experts on another: both ways to clip give the single-process norm on every rank."""

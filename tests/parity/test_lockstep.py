@@ -32,7 +32,9 @@ def name_of(plan: Plan) -> str:
     return f"dp{plan.dp}-ep{plan.ep}" + ("" if plan.dispatch == "alltoall" else f"-{plan.dispatch}")
 
 
-def check(config: Config, plan: Plan, batches: list[Batch], *, optimizer: str = "adamw", zero: tuple[str, ...] = ()) -> None:
+def check(
+    config: Config, plan: Plan, batches: list[Batch], *, optimizer: str = "adamw", zero: tuple[str, ...] = ()
+) -> None:
     """Parity, and that it is not parity of a program that shards nothing."""
     lock_step = LockStep(build(config), plan, batches[0], optimizer=optimizer)
     assert len(lock_step.program.layers) == config.layers
@@ -49,7 +51,9 @@ def test_models_and_plans(model: str, plan: Plan) -> None:
     check(MODELS[model], plan, [tokens(8, 5, seed, ignored=0.2) for seed in range(3)])
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2, dispatch="allgather"), Plan(dp=4, ep=2, dispatch="allgather")], ids=name_of)
+@pytest.mark.parametrize(
+    "plan", [Plan(dp=2, ep=2, dispatch="allgather"), Plan(dp=4, ep=2, dispatch="allgather")], ids=name_of
+)
 @pytest.mark.parametrize("style", ["loop", "stacked"])
 def test_the_allgather_backend(style: str, plan: Plan) -> None:
     config = Config(style, shared=True, aux=0.1)  # type: ignore[arg-type]

@@ -145,7 +145,9 @@ def test_swapped_experts_are_seen() -> None:
 
 
 def test_layers_of_a_deep_model() -> None:
-    model = nn.Sequential(styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), styles.DenseBmm(), styles.SortUnsort()).double()
+    model = nn.Sequential(
+        styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), styles.DenseBmm(), styles.SortUnsort()
+    ).double()
     program = recognised(model, tokens())
     assert [(record["module"], record["how"].split()[0]) for record in program.layers] == [
         ("0", "loop"),

@@ -187,7 +187,9 @@ def assemble(name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, 
     if all(part.shape == shape for _, part in held):
         owners = {index for index, _ in held}
         if len(owners) != 1 or len(held) != indices.count(next(iter(owners))):
-            raise ParityError(f"{name}: held by {axis} ranks {sorted(owners)} in {len(held)} copies, one owner was due.")
+            raise ParityError(
+                f"{name}: held by {axis} ranks {sorted(owners)} in {len(held)} copies, one owner was due."
+            )
         return _same(name, [part for _, part in held])
     pieces = []
     for index in range(mesh.size(axis)):

@@ -148,4 +148,3 @@ def _whole(held: list[dict[str, Tensor]], like: dict[str, Tensor], mesh: Mesh, w
     names = {frozenset(item) for item in held} | {frozenset(like)}
     assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
     return {name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh) for name in like}
-

@@ -1,0 +1,134 @@
+"""The examples run, the plain ones know nothing of ranks, and what the documents show is what happens."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = ["qwen3_moe_plain", "module_list_experts"]
+README = ROOT / "README.md"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def output_of(name: str, ranks: int, *argv: str) -> list[str]:
+    """The lines ``step ...`` that an example prints, in one process or on several local ranks."""
+    path = str(ROOT / "examples" / f"{name}.py")
+    start = f"from moecompile.launch import launch\nlaunch({path!r}, {ranks}, *{list(argv)!r}, timeout=200)"
+    # A file, because ranks import the main module of their parent.
+    command = [sys.executable, path, *argv] if ranks == 1 else [sys.executable, "-c", start]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=280)
+    assert found.returncode == 0, found.stderr[-3000:]
+    return [line for line in found.stdout.splitlines() if line.startswith("step ")]
+
+
+def numbers(lines: list[str]) -> list[list[float]]:
+    return [[float(word) for word in re.findall(r"\d+\.\d+", line)] for line in lines]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_models_know_nothing_of_ranks(name):
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    code = source.split('"""', 2)[2]
+    assert "moecompile" not in code
+    assert "distributed" not in code
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_models_train_alone(name, capsys):
+    load(name).main(steps=6)
+    losses = [row[0] for row in numbers(capsys.readouterr().out.splitlines())]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_size_that_is_promised():
+    parameters = sum(parameter.numel() for parameter in load("qwen3_moe_plain").build().parameters())
+    assert 3e6 < parameters < 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"), [("train", ("--steps", "3")), ("hf_mixtral", ()), ("hf_trainer", ())], ids=lambda item: str(item)
+)
+def test_two_ranks_print_what_one_process_prints(name, argv):
+    if name.startswith("hf"):
+        pytest.importorskip("transformers")
+    alone, two = numbers(output_of(name, 1, *argv)), numbers(output_of(name, 2, *argv))
+    assert len(alone) >= 3
+    for ours, theirs in zip(two, alone, strict=True):
+        # float32, and AdamW divides small gradients by their own size
+        assert ours == pytest.approx(theirs, rel=2e-4)
+
+
+# ---- documents -----------------------------------------------------------------------------------------------
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_shows_the_example_and_what_it_prints():
+    """To refresh: python tests/repo/test_examples.py"""
+    assert README.read_text() == fresh_readme(), "run: python tests/repo/test_examples.py"
+
+
+def fresh_readme() -> str:
+    """README.md with the example's source and its output put in."""
+    source = (ROOT / "examples" / "readme_example.py").read_text()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples" / "readme_example.py")]
+    printed = subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=120).stdout
+    text = README.read_text()
+    for name, content in (("example", source), ("output", printed)):
+        start, end = f"<!-- {name} -->\n```python\n", f"```\n<!-- end of {name} -->"
+        before, rest = text.split(start)
+        text = before + start + content.strip() + "\n" + end + rest.split(end)[1]
+    return text
+
+
+def test_the_tutorial_runs():
+    code = blocks((ROOT / "docs" / "writing_passes.md").read_text(), "python")
+    assert len(code) == 2
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec("\n".join(code), {"__name__": "tutorial"})
+    first, _, diff = told.getvalue().partition("\n")
+    assert first == "1"
+    assert re.search(r"^-.*reshape\.default\(x, \[-1\]\)", diff, re.MULTILINE)
+    assert re.search(r"^\+.*reshape\.default\(x, \[2, ", diff, re.MULTILINE)
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for page in [README, *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_file_map_is_complete():
+    """Every top-level file of the three product directories has its line in the README."""
+    text = README.read_text()
+    for folder in ("moecompile", "passes", "runtime", "examples"):
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.name.startswith((".", "__")) or path.suffix in (".pyi", ".typed") or path.is_symlink():
+                continue
+            assert f"`{path.name}" in text, f"README.md has no line for {folder}/{path.name}"
+
+
+if __name__ == "__main__":
+    README.write_text(fresh_readme())
