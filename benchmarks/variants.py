@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from benchmarks.workload import WithLoss, adamw, build
 
 import moecompile as mc
+from benchmarks.workload import WithLoss, adamw, build
 
 # one step: this rank's ids and labels in, its loss out, weights updated
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -46,11 +46,15 @@ def compiled() -> Step:
     return _plain_step(torch.compile(WithLoss(build("grouped_mm"))))
 
 
-def ours() -> Step:
+def ours(dispatch: str = "alltoall") -> Step:
     """moecompile on as many ranks as there are, experts over all of them."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = mc.Plan(dp=ranks, ep=ranks, passes=os.environ.get("MOECOMPILE_PASSES") or None)
-    return _plain_step(mc.parallelize(WithLoss(build()), plan))
+    return _plain_step(mc.parallelize(WithLoss(build()), mc.Plan(dp=ranks, ep=ranks, dispatch=dispatch)))
+
+
+def ours_allgather() -> Step:
+    """The same with the backend that moves every token once instead of every routed row: fewer bytes if top_k > ep."""
+    return ours("allgather")
 
 
 def ddp() -> Step:
@@ -109,4 +113,5 @@ VARIANTS: dict[str, tuple[Callable[[], Step], int]] = {
     "fsdp2": (fsdp2, 2),
     "hf-ep2": (hf_ep, 2),
     "ours-ep2": (ours, 2),
+    "ours-ep2-allgather": (ours_allgather, 2),
 }

@@ -36,14 +36,19 @@ class Output(NamedTuple):
     logits: Tensor
 
 
-def rope(x: Tensor, theta: float) -> Tensor:
-    """Rotate the halves of each head by an angle that grows with the position. x [B, heads, S, D]."""
-    seq_len, half = x.shape[2], x.shape[3] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=x.dtype) / half)
-    angle = torch.arange(seq_len, device=x.device, dtype=x.dtype)[:, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+def rotary(seq_len: int, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, [1, 1, S, D]: the second half of a head repeats those of the first."""
+    half = torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim
+    angle = torch.arange(seq_len, device=like.device, dtype=like.dtype)[:, None] * theta**-half
+    angle = torch.cat([angle, angle], -1)[None, None]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features by its angle. x [B, heads, S, D]."""
+    half = x.shape[-1] // 2
+    left, right = x[..., :half], x[..., half:]
+    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 class Attention(nn.Module):
@@ -66,7 +71,8 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x_BSH).view(batch, seq_len, heads, dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x_BSH).view(batch, seq_len, kv_heads, dim)).transpose(1, 2)
         v = self.v_proj(x_BSH).view(batch, seq_len, kv_heads, dim).transpose(1, 2)
-        q, k = rope(q, self.config.rope_theta), rope(k, self.config.rope_theta)
+        cos, sin = rotary(seq_len, dim, self.config.rope_theta, like=q)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq_len, heads * dim))
 

@@ -1,3 +1,5 @@
+"""The example that README.md opens with: the program of a plain MoE layer for four ranks, without starting any."""
+
 import torch
 from torch import nn
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .compat import no_torch_function, wrapper_tensor
+from .compat import no_torch_function, resolve_process_group, wrapper_tensor
 
 aten = torch.ops.aten
 
@@ -24,16 +24,16 @@ aten = torch.ops.aten
 class OwnedTensor(Tensor):
     """Global shape, ``to_local()`` (None where absent), ``full_tensor()``; anything that computes is refused.
 
-    ``group`` holds one rank of each coordinate in order, ``owner`` is the coordinate whose rank has the data.
+    ``group`` names the process group with one rank of each coordinate in order; ``owner`` is the coordinate with the data.
     """
 
     _local: Tensor | None
     _owner: int
-    _group: dist.ProcessGroup
+    _group: str
 
     @staticmethod
     def __new__(
-        cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: dist.ProcessGroup
+        cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str
     ) -> OwnedTensor:
         made: OwnedTensor = wrapper_tensor(cls, shape, like)
         made._local, made._owner, made._group = local, owner, group
@@ -47,12 +47,13 @@ class OwnedTensor(Tensor):
         """A plain copy of the whole, on every rank of the group; collective."""
         local = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self._local is None else self._local
         whole = local.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(whole, dist.get_global_rank(self._group, self._owner), self._group)
+        group = resolve_process_group(self._group)
+        dist.broadcast(whole, dist.get_global_rank(group, self._owner), group)
         return whole
 
-    def placed_as(self, owner: int, group: dist.ProcessGroup) -> bool:
+    def placed_as(self, owner: int, group: str) -> bool:
         """Whether the data lies where that owner of that group would hold it."""
-        return self._owner == owner and self._group is group
+        return self._owner == owner and self._group == group
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         place = "absent here" if self._local is None else f"here: {self._local}"
@@ -70,6 +71,10 @@ class OwnedTensor(Tensor):
             local = None if source._local is None else func(source._local, *args[1:], **kwargs)
             like = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
             return OwnedTensor(local, source.shape, like, source._owner, source._group)
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(source.shape):
+            # staging for an asynchronous checkpoint fills the attributes in afterwards
+            like = torch.empty(0, dtype=source.dtype, device=kwargs.get("device", source.device))
+            return OwnedTensor(None, source.shape, like, source._owner, source._group)
         if func is aten.copy_.default and isinstance(source, OwnedTensor):
             value = args[1]._local if isinstance(args[1], OwnedTensor) else args[1]
             if source._local is not None and value is not None:

@@ -50,7 +50,7 @@ class State:
         local = local.detach()
         if cut.owner is not None:
             held = local if self.weights.is_local(cut) else None
-            return OwnedTensor(held, cut.shape, local, cut.owner, self.groups.group(cut.axis))
+            return OwnedTensor(held, cut.shape, local, cut.owner, self.groups.group_name(cut.axis))
         mesh = self._device_mesh(cut.axis, local.device.type)
         stride = torch.empty(cut.shape, device="meta").stride()
         placements = self._placements(cut)
@@ -124,7 +124,7 @@ class State:
     def _as_held(self, value: Tensor, cut: Cut | None) -> Tensor | None:
         """The local part of a value that already lies as the weight does; None where it lies otherwise."""
         if isinstance(value, OwnedTensor) and cut is not None and cut.owner is not None:
-            if value.placed_as(cut.owner, self.groups.group(cut.axis)):
+            if value.placed_as(cut.owner, self.groups.group_name(cut.axis)):
                 local = value.to_local()
                 return torch.empty(0, dtype=value.dtype, device=value.device) if local is None else local
         if isinstance(value, DTensor):

@@ -52,7 +52,8 @@ class FuseRmsNorm(Pass):
                     graph.graph, ops.rms_norm, norm.x, norm.weight, norm.eps, like=norm.result, mode=ctx.mode
                 )
                 fused, _ = graphs.unpack(graph.graph, made)
-            meta.set_placements(fused, meta.placements(norm.result))
+            if meta.has_placements(norm.result):
+                meta.set_placements(fused, meta.placements(norm.result))
             graphs.replace(norm.result, fused)
         if found:
             graphs.eliminate_dead(graph.graph)
@@ -104,7 +105,7 @@ def _squared(mean: Node) -> Node | None:
     if not isinstance(square, Node) or mean.kwargs or keep is not True:
         return None
     last = meta.tensor(square).dim() - 1
-    if list(dims) not in ([-1], [last]):  # type: ignore[call-overload]
+    if list(dims) not in ([-1], [last]):  # type: ignore[arg-type]
         return None
     base = square.args[0] if square.args else None
     if not isinstance(base, Node) or square.kwargs:

@@ -46,7 +46,8 @@ class FuseRotary(Pass):
                 continue
             with graph.graph.inserting_before(result):
                 fused = graphs.call(graph.graph, ops.rotary, x, cos, sin, like=result, mode=ctx.mode)
-            meta.set_placements(fused, meta.placements(result))
+            if meta.has_placements(result):
+                meta.set_placements(fused, meta.placements(result))
             graphs.replace(result, fused)
             done += 1
         if done:
@@ -112,4 +113,4 @@ def _fit(x: Node, cos: Node, sin: Node) -> bool:
     """Whether cos and sin have the shape, up to broadcasting, and the dtype of x."""
     a, b, c = (meta.tensor(node) for node in (x, cos, sin))
     alike = b.shape == c.shape and a.dtype == b.dtype == c.dtype and a.dim() == b.dim() and a.dim() >= 2
-    return alike and a.shape[-1] == b.shape[-1] and all(m in (1, n) for n, m in zip(a.shape, b.shape, strict=True))
+    return bool(alike and a.shape[-1] == b.shape[-1]) and all(m in (1, n) for n, m in zip(a.shape, b.shape, strict=True))

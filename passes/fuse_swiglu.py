@@ -44,7 +44,8 @@ class FuseSwiglu(Pass):
                     fused = graphs.call(graph.graph, ops.swiglu, whole, like=product, mode=ctx.mode)
                 else:
                     fused = graphs.call(graph.graph, ops.silu_mul, gate, up, like=product, mode=ctx.mode)
-            meta.set_placements(fused, meta.placements(product))
+            if meta.has_placements(product):
+                meta.set_placements(fused, meta.placements(product))
             graphs.replace(product, fused)
             done += 1
         if done:

@@ -30,6 +30,7 @@ class ShardDense(Pass):
     name: ClassVar[str] = "shard-dense"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_SHARDED, Fact.LOSS_SHARES})
+    excludes: ClassVar[frozenset[Fact]] = frozenset({Fact.EXPERTS_SHARDED})  # local shapes need layers that still fit
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:

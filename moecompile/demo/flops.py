@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ from moecompile.program import Program
 aten = torch.ops.aten
 
 
-def count(program: Program) -> int:
-    """FLOPs of one run. Sizes must be static, as they are for a plan with ep=1, and experts not yet lowered."""
-    return sum(_RULES[node.target](node) for node in program.graph.nodes if node.target in _RULES)
+def count(program: Program, rows: int = 0) -> int:
+    """FLOPs of one run on one rank; a size that is known at run time only counts as ``rows``, the mean over the ranks."""
+    found = 0
+    for node in program.graph.nodes:
+        if node.target in _RULES:
+            found += _RULES[node.target](_Sizes(node, rows))
+    return found
 
 
 def measured_peak(threads: int, dtype: torch.dtype = torch.float32, size: int = 1024, rounds: int = 5) -> float:
@@ -41,38 +46,51 @@ def measured_peak(threads: int, dtype: torch.dtype = torch.float32, size: int = 
     return 2 * size**3 / best
 
 
-def _shape(node: Any) -> list[int]:
-    return [int(size) for size in meta.tensor(node).shape]
+@dataclass(frozen=True)
+class _Sizes:
+    """The shapes around one call, with run-time sizes filled in."""
+
+    node: Node
+    rows: int
+
+    def of(self, node: Any) -> list[int]:
+        return [self.rows if isinstance(size, torch.SymInt) else int(size) for size in meta.tensor(node).shape]
+
+    def arg(self, at: int) -> list[int]:
+        return self.of(self.node.args[at])
 
 
-def _product(at: int) -> Callable[[Node], int]:
+Rule = Callable[[_Sizes], int]
+
+
+def _product(at: int) -> Rule:
     """Each element of the result is a dot product over the last dim of argument ``at``."""
-    return lambda node: 2 * meta.tensor(node).numel() * _shape(node.args[at])[-1]
+    return lambda sizes: 2 * math.prod(sizes.of(sizes.node)) * sizes.arg(at)[-1]
 
 
-def _grouped_linear(node: Node) -> int:
+def _grouped_linear(sizes: _Sizes) -> int:
     """rows [R, in] times one of weight [E, out, in]."""
-    rows, (_, out, inner) = _shape(node.args[0])[0], _shape(node.args[2])
+    rows, (_, out, inner) = sizes.arg(0)[0], sizes.arg(2)
     return 2 * rows * out * inner
 
 
-def _grouped_wgrad(node: Node) -> int:
+def _grouped_wgrad(sizes: _Sizes) -> int:
     """grad [R, out] and rows [R, in] to [E, out, in]."""
-    (rows, out), inner = _shape(node.args[0]), _shape(node.args[1])[1]
+    (rows, out), inner = sizes.arg(0), sizes.arg(1)[1]
     return 2 * rows * out * inner
 
 
-def _attention(products: int, at: int) -> Callable[[Node], int]:
+def _attention(products: int, at: int) -> Rule:
     """``products`` matmuls between queries [B, h, S, D] (argument ``at``) and keys [B, h, L, D]."""
 
-    def rule(node: Node) -> int:
-        batch, heads, queries, dim = _shape(node.args[at])
-        return products * 2 * batch * heads * queries * _shape(node.args[at + 1])[2] * dim
+    def rule(sizes: _Sizes) -> int:
+        batch, heads, queries, dim = sizes.arg(at)
+        return products * 2 * batch * heads * queries * sizes.arg(at + 1)[2] * dim
 
     return rule
 
 
-_RULES: dict[Any, Callable[[Node], int]] = {
+_RULES: dict[Any, Rule] = {
     aten.linear.default: _product(0),
     aten.mm.default: _product(0),
     aten.bmm.default: _product(0),
@@ -80,6 +98,8 @@ _RULES: dict[Any, Callable[[Node], int]] = {
     aten.addmm.default: _product(1),
     ops.grouped_linear: _grouped_linear,
     ops.grouped_linear_wgrad: _grouped_wgrad,
+    ops.cpu.grouped_linear: _grouped_linear,
+    ops.cpu.grouped_linear_wgrad: _grouped_wgrad,
     aten.scaled_dot_product_attention.default: _attention(2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0),
     # scores again, and the gradients of scores, values, queries and keys

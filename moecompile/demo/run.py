@@ -75,20 +75,20 @@ def run_demo(settings: Settings, console: Console | None = None) -> Curves:
     console = console or Console()
     settings.plan.check_supported()
     job = settings.job()
-    cores = os.cpu_count() or 1
-    with console.status("counting FLOPs and measuring this machine"):
-        speed = _Speed(job, cores)
-    console.print(_heading(settings, speed, cores), highlight=False)
+    reference = Trainer(job)
+    console.print(_heading(settings, reference), highlight=False)
+    peak = flops.measured_peak(os.cpu_count() or 1, job.dtype)
     with RankPool(job.plan.world_size, timeout=_STEP_TIMEOUT_S, backend=_backend(job)) as pool:
         with console.status(f"capturing the model on {job.plan.world_size} ranks"):
             started = pool.run(worker.start, job)
+        speed = _Speed(job, sum(report.flops for report in started), peak)
         held = max(report.parameters for report in started)
         console.print(
             f"captured and rewritten in {max(report.seconds for report in started):.1f} s: {started[0].nodes} nodes, "
-            f"{held:,} parameters on the fullest rank\n"
+            f"{held:,} parameters on the fullest rank\n{speed.line()}\n",
+            highlight=False,
         )
-        reference = Trainer(job) if settings.reference else None
-        curves = _train(settings, pool, reference, speed, console)
+        curves = _train(settings, pool, reference if settings.reference else None, speed, console)
         last = pool.run(worker.finish)[0]
     if last:
         console.print(show.load_table(last))
@@ -115,7 +115,7 @@ def _train(
                 number,
                 curves.losses[-1],
                 curves.reference[-1] if reference is not None else None,
-                speed.tokens_per_rank / seconds,
+                speed.tokens_per_rank(seconds),
                 speed.utilisation(seconds),
             )
             console.print(line, highlight=False)
@@ -155,37 +155,37 @@ def _model_level(job: Job) -> Program:
     return api.trace(worker.build(job), plan, models.MODELS[job.model].call(window))
 
 
+@dataclass(frozen=True)
 class _Speed:
-    """Turns seconds of a step into figures: FLOPs from the graph of the one-process program, peak from a matmul."""
+    """Turns the seconds of a step into figures: FLOPs of all ranks from the graphs they run, peak from a matmul."""
 
-    def __init__(self, job: Job, cores: int) -> None:
-        self.tokens_per_rank = job.batch // job.plan.num_data_ranks * job.seq_len
-        call = models.MODELS[job.model].call(corpus.windows(corpus.load(), 0, job.batch, job.seq_len))
-        plan = Plan(dp=1, passes=",".join(name for name in _STEP_PASSES if name in PASSES))
-        model = worker.build(job)
-        self.flops = flops.count(api.trace(model, plan, call))
-        self.peak = flops.measured_peak(cores, job.dtype)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+    job: Job
+    flops: int
+    peak: float
+
+    def line(self) -> str:
+        return (
+            f"a step is {self.flops / 1e9:.2f} GFLOP (counted on the graphs); MFU is against {self.peak / 1e9:.0f} GFLOP/s, a "
+            f"1024-square matmul on all cores of this machine just now"
+        )
+
+    def tokens_per_rank(self, seconds: float) -> float:
+        return self.job.tokens_per_rank / seconds
 
     def utilisation(self, seconds: float) -> float:
         return self.flops / seconds / self.peak
-
-
-# The forward and backward in moe:: ops, before any kernel is chosen.
-_STEP_PASSES = ("recognize-moe", "normalize-loss", "shard-dense", "shard-experts", "differentiate")
 
 
 def _backend(job: Job) -> str:
     return "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl"
 
 
-def _heading(settings: Settings, speed: _Speed, cores: int) -> str:
+def _heading(settings: Settings, reference: Trainer) -> str:
+    parameters = sum(parameter.numel() for parameter in reference.model.parameters())
     return (
-        f"[bold]{models.MODELS[settings.model].what}[/bold]: {speed.parameters:,} parameters, {settings.dtype}\n"
-        f"plan {settings.plan.world_size} ranks of {settings.plan}, {cores} cores; "
-        f"global batch {settings.batch} x {settings.seq_len} bytes of the standard library's source\n"
-        f"a step is {speed.flops / 1e9:.2f} GFLOP (counted on the graph); MFU is against {speed.peak / 1e9:.0f} GFLOP/s, a "
-        f"1024-square matmul on all cores of this machine just now"
+        f"{models.MODELS[settings.model].what}: {parameters:,} parameters, {settings.dtype}\n"
+        f"{settings.plan.world_size} ranks of {settings.plan} on {os.cpu_count()} cores; global batch {settings.batch} x "
+        f"{settings.seq_len} bytes of the standard library's source"
     )
 
 

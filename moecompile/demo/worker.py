@@ -12,7 +12,7 @@ from torch import nn
 from moecompile import api
 from moecompile.plan import Plan
 
-from . import corpus, models
+from . import corpus, flops, models
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Job:
     lr: float
     dtype: torch.dtype
     device: str
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.batch // self.plan.num_data_ranks * self.seq_len
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class StartReport:
     seconds: float
     parameters: int
     nodes: int
+    flops: int
 
 
 def build(job: Job) -> nn.Module:
@@ -100,8 +105,10 @@ def start(rank: int, job: Job) -> StartReport:
     """Build, capture and cut the model on this rank."""
     global _trainer
     _trainer = Trainer(job, rank)
+    program = _trainer.model.program
     held = sum(parameter.numel() for parameter in _trainer.model.parameters())
-    return StartReport(_trainer.compile_seconds, held, len(_trainer.model.program.graph.nodes))
+    rows = job.tokens_per_rank * max((layer["top_k"] for layer in program.layers), default=0)
+    return StartReport(_trainer.compile_seconds, held, len(program.graph.nodes), flops.count(program, rows))
 
 
 def step(rank: int, number: int) -> StepReport:

@@ -1,10 +1,10 @@
-"""What a rule sees of a node and what it answers."""
+"""What a rule sees of a node and what it answers; what an emitter sees of the walk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -12,7 +12,7 @@ from .. import meta
 from .types import REPLICATE, Partial, Placement, Shard
 
 
-class NoRule(Exception):
+class NoRuleError(Exception):
     """A rule cannot place this call; the text says why and what would help."""
 
 
@@ -21,9 +21,7 @@ def arguments(node: Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         given = index < len(node.args) and not argument.kwarg_only
-        found[argument.name] = (
-            node.args[index] if given else node.kwargs.get(argument.name, argument.default_value)
-        )
+        found[argument.name] = node.args[index] if given else node.kwargs.get(argument.name, argument.default_value)
     return found
 
 
@@ -45,7 +43,7 @@ class Needs(dict[Node, Placement]):
 
     def want(self, item: Node, placed: Placement) -> None:
         if self.setdefault(item, placed) != placed:
-            raise NoRule(f"{item.name} is read twice in ways that need different cuts; clone it for one of them.")
+            raise NoRuleError(f"{item.name} is read twice in ways that need different cuts; clone it for one of them.")
 
 
 @dataclass
@@ -92,7 +90,9 @@ class Call:
         """Refuse the call if one of these operands is cut."""
         for item in items:
             if isinstance(self.placed(item), Shard):
-                raise NoRule(f"its {what} depends on the batch, which is spread over ranks; it must be the same for all.")
+                raise NoRuleError(
+                    f"its {what} depends on the batch, which is spread over ranks; it must be the same for all."
+                )
 
     @staticmethod
     def shape(arg: Any) -> tuple[int, ...]:
@@ -125,6 +125,46 @@ class Decision:
 Rule = Callable[[Call], Decision]
 
 
+class Walk(Protocol):
+    """The sharder, as far as emitters and conversions need it."""
+
+    axes: dict[str, int]
+    env: dict[Node, Node]  # global node -> local node
+    rules: Mapping[Any, Rule]
+    emitters: Mapping[Any, Emitter]
+    fallback: Callable[[Any], Rule | None]
+
+    def place(self, node: Node, axis: str) -> Placement:
+        """Placement of a global value."""
+
+    def given(self, arg: Node, axis: str, decisions: Mapping[str, Decision]) -> Placement:
+        """Placement of an operand once it is converted to what the decisions need."""
+
+    def decide(self, node: Node) -> dict[str, Decision]:
+        """What the op's rule says on every axis."""
+
+    def operand(self, arg: Node, decisions: Mapping[str, Decision]) -> Node:
+        """The local value of an operand, converted to what the decisions need."""
+
+    def emit(self, node: Node, args: Any, kwargs: Any, decisions: Mapping[str, Decision], target: Any = None) -> Node:
+        """Call ``target`` (the node's own by default) on the local operands."""
+
+    def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
+        """Insert a call on local values."""
+
+    def convert(self, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
+        """Change the placement of a local value on one axis."""
+
+    def out_local_shape(self, node: Node, decisions: Mapping[str, Decision]) -> list[int]:
+        """Local shape of the output of a node."""
+
+    def offset(self, axis: str, stride: int = 1) -> Node:
+        """A graph input that holds this rank's index on an axis times a stride."""
+
+
+Emitter = Callable[[Walk, Node, dict[str, Decision]], "Node | None"]
+
+
 def align(call: Call, operands: Sequence[Node], ndim: int) -> tuple[Shard | None, Needs]:
     """One cut for all operands of a broadcast to ``ndim`` dims, seen from the result.
 
@@ -136,7 +176,9 @@ def align(call: Call, operands: Sequence[Node], ndim: int) -> tuple[Shard | None
         if isinstance(placed, Shard):
             seen = placed.moved(placed.dim + ndim - len(call.shape(item)))
             if cut is not None and seen != cut:
-                raise NoRule(f"its operands are cut differently ({cut} and {seen}); keep the batch dim in one place.")
+                raise NoRuleError(
+                    f"its operands are cut differently ({cut} and {seen}); keep the batch dim in one place."
+                )
             cut = seen
     needs = Needs()
     if cut is not None:
@@ -150,11 +192,13 @@ def follow(call: Call, needs: Needs, item: Node, cut: Shard, dim: int) -> None:
     placed = call.placed(item)
     if isinstance(placed, Shard):
         if dim < 0 or placed != cut.moved(dim):
-            raise NoRule(f"its operands are cut differently ({placed} and {cut}); keep the batch dim in one place.")
+            raise NoRuleError(
+                f"its operands are cut differently ({placed} and {cut}); keep the batch dim in one place."
+            )
         return
     if dim >= 0 and call.shape(item)[dim] != 1:
         if cut.rows:
-            raise NoRule("rows of an expert region meet a whole tensor of as many rows, whose order is another.")
+            raise NoRuleError("rows of an expert region meet a whole tensor of as many rows, whose order is another.")
         needs.want(item, cut.moved(dim))
     elif isinstance(placed, Partial):
         needs.want(item, REPLICATE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -34,7 +36,7 @@ def counts_up_along(node: Node, size: int) -> int | None:
     return None
 
 
-def _evaluate(node: Node, known: dict[Node, object]) -> object:
+def _evaluate(node: Node, known: dict[Node, Any]) -> Any:
     """Depth first, each node once; None stands for a value that is not constant."""
     todo = [node]
     while todo:
@@ -51,9 +53,9 @@ def _evaluate(node: Node, known: dict[Node, object]) -> object:
             continue
         known[one] = None
         if all(known[source] is not None for source in one.all_input_nodes):
-            args = map_arg(one.args, known.__getitem__)
             kwargs = {key: "cpu" if key == "device" else found for key, found in one.kwargs.items()}
-            known[one] = one.target(*args, **map_arg(kwargs, known.__getitem__))  # type: ignore[operator]
+            args, kwargs = map_arg((one.args, kwargs), known.__getitem__)
+            known[one] = one.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
 
 

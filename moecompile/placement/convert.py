@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
 from .. import meta, ops
 from ..errors import PassError
+from .call import Walk
 from .slicing import sliced
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
-
-if TYPE_CHECKING:
-    from .sharder import Sharder
 
 aten = torch.ops.aten
 
 
-def convert(walk: Sharder, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
+def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
     """The local value ``made`` of the global value ``like``, from placement ``have`` to ``want``.
 
     A PassError where a cut value would have to be gathered or cut along another dim.
@@ -43,11 +39,11 @@ def convert(walk: Sharder, made: Node, like: Node, axis: str, have: Placement, w
     return new
 
 
-def _slice(walk: Sharder, made: Node, like: Node, axis: str, want: Shard) -> Node:
+def _slice(walk: Walk, made: Node, like: Node, axis: str, want: Shard) -> Node:
     return walk.call(ops.local_slice, made, walk.offset(axis), want.dim, want.outer, walk.axes[axis], like=like)
 
 
-def _share(walk: Sharder, made: Node, like: Node, axis: str) -> Node:
+def _share(walk: Walk, made: Node, like: Node, axis: str) -> Node:
     """Parts that add up to a whole value: equal ones of a float; all of an integer on the first rank, none elsewhere."""
     found = meta.tensor(made)
     if found.is_floating_point() or found.is_complex():

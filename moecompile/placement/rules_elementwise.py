@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .. import meta
 from ..compat import OpOverload
-from .call import Call, Decision, Needs, NoRule, Rule, align
+from .call import Call, Decision, Needs, NoRuleError, Rule, align
 from .types import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def prelu(call: Call) -> Decision:
     call.whole([weight], "weight")
     placed = call.placed(source)
     if isinstance(placed, Shard) and placed.dim == 1 and call.shape(weight) != (1,):
-        raise NoRule("its channel dim carries the batch; keep the batch dim first.")
+        raise NoRuleError("its channel dim carries the batch; keep the batch dim first.")
     return Decision(placed if isinstance(placed, Shard) else REPLICATE, call.reduced())
 
 
@@ -115,7 +115,7 @@ def complex_view(call: Call) -> Decision:
     source = call.args[0]
     placed: Placement = call.placed(source)
     if isinstance(placed, Shard) and placed.dim >= len(call.out_shape):
-        raise NoRule("real and imaginary part are on different ranks; keep the batch dim first.")
+        raise NoRuleError("real and imaginary part are on different ranks; keep the batch dim first.")
     return Decision(placed, Needs())
 
 

@@ -9,9 +9,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta
-from .call import Call, Decision, Needs, NoRule, Rule, align, follow
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, follow
 from .constants import counts_up_along
-from .sharder import Emitter, Sharder
 from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -27,7 +26,7 @@ def gather(call: Call) -> Decision:
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     if cut.dim == dim:
-        raise NoRule(_ALONG_BATCH)
+        raise NoRuleError(_ALONG_BATCH)
     return Decision(cut, needs)
 
 
@@ -35,14 +34,14 @@ def _shared_cut(call: Call, operands: Sequence[Node]) -> tuple[Shard | None, Nee
     """One cut for operands of equal dims. Those that are shorter along it would meet the wrong elements."""
     cuts = {placed for item in operands if isinstance(placed := call.placed(item), Shard)}
     if len(cuts) > 1:
-        raise NoRule("its operands are cut differently; keep the batch dim in one place.")
+        raise NoRuleError("its operands are cut differently; keep the batch dim in one place.")
     needs = Needs()
     if not cuts:
         return None, needs
     cut = cuts.pop()
     ranked = [item for item in operands if call.shape(item)]  # a value of 0 dims goes with every part
     if len({call.shape(item)[cut.dim] for item in ranked}) > 1:
-        raise NoRule("its operands have different lengths along the batch dim; slice them to one length first.")
+        raise NoRuleError("its operands have different lengths along the batch dim; slice them to one length first.")
     for item in operands:
         follow(call, needs, item, cut, cut.dim if call.shape(item) else -1)
     return cut, needs
@@ -53,7 +52,7 @@ def take_along(call: Call) -> Decision:
     source, ids = call.args[0], call.args[1]
     if call.get("dim") is None:
         if any(isinstance(call.placed(item), Shard) for item in (source, ids)):
-            raise NoRule("take_along_dim without dim flattens the batch; give it a dim.")
+            raise NoRuleError("take_along_dim without dim flattens the batch; give it a dim.")
         return Decision(REPLICATE, call.reduced())
     ndim = len(call.out_shape)
     dim = call.get("dim") % ndim
@@ -61,7 +60,7 @@ def take_along(call: Call) -> Decision:
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     if cut.dim == dim:
-        raise NoRule(_ALONG_BATCH)
+        raise NoRuleError(_ALONG_BATCH)
     return Decision(cut, needs)
 
 
@@ -74,7 +73,7 @@ def scatter_add(call: Call) -> Decision:
     if cut is None or cut.dim != dim:
         return gather(call)
     if isinstance(placed, Shard):
-        raise NoRule(_ALONG_BATCH)
+        raise NoRuleError(_ALONG_BATCH)
     if not isinstance(placed, Partial):
         needs.want(target, PARTIAL)
     return Decision(PARTIAL, needs)
@@ -92,7 +91,7 @@ def index_add(call: Call) -> Decision:
         follow(call, needs, ids, cut.moved(0), 0)
         follow(call, needs, source, cut.moved(dim), dim)
         if isinstance(call.placed(target), Shard):
-            raise NoRule(_ALONG_BATCH)
+            raise NoRuleError(_ALONG_BATCH)
         if not isinstance(call.placed(target), Partial):
             needs.want(target, PARTIAL)
         return Decision(PARTIAL, needs)
@@ -100,7 +99,7 @@ def index_add(call: Call) -> Decision:
     if cut_other is None:
         return Decision(REPLICATE, call.reduced())
     if cut_other.dim == dim:
-        raise NoRule(_ALONG_BATCH)
+        raise NoRuleError(_ALONG_BATCH)
     if isinstance(found, Partial):
         needs.want(ids, REPLICATE)
     return Decision(cut_other, needs)
@@ -114,7 +113,7 @@ def index(call: Call) -> Decision:
     used = [indices[dim] for dim in at]
     if any(meta.tensor(item).dtype in (torch.bool, torch.uint8) for item in used):
         if any(isinstance(call.placed(item), Shard) for item in [source, *used]):
-            raise NoRule(
+            raise NoRuleError(
                 "a boolean mask picks a data-dependent number of batch elements; use torch.where or multiply by the mask."
             )
         return Decision(REPLICATE, call.reduced())
@@ -127,7 +126,9 @@ def index(call: Call) -> Decision:
     cut, needs = align(call, used, width)
     if cut is not None:
         if isinstance(placed, Shard):
-            raise NoRule("both the indexed tensor and the indices carry the batch; use gather along the indexed dim.")
+            raise NoRuleError(
+                "both the indexed tensor and the indices carry the batch; use gather along the indexed dim."
+            )
         if isinstance(placed, Partial):
             needs.want(source, REPLICATE)
         return Decision(cut.moved(cut.dim + start), needs)
@@ -145,7 +146,7 @@ def _index_batch(call: Call, placed: Shard, width: int, start: int) -> Decision:
     rows = indices[placed.dim]
     along = counts_up_along(rows, call.shape(call.args[0])[placed.dim])
     if along is None or isinstance(call.placed(rows), Shard) or placed.outer != 1 or placed.rows:
-        raise NoRule("it indexes along the batch, which is spread over ranks; index along another dim.")
+        raise NoRuleError("it indexes along the batch, which is spread over ranks; index along another dim.")
     cut = placed.moved(along + width - len(call.shape(rows)))
     needs = Needs()
     for item in indices:
@@ -155,7 +156,7 @@ def _index_batch(call: Call, placed: Shard, width: int, start: int) -> Decision:
     return Decision(cut.moved(cut.dim + start), needs)
 
 
-def _emit_index(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_index(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """Batch indices, sliced to this rank's, start at 0 again."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     assert isinstance(source, Node)
@@ -178,7 +179,7 @@ def index_select(call: Call) -> Decision:
     if isinstance(found, Shard) and not isinstance(placed, Shard):
         return Decision(found.moved(dim), call.reduced())
     if isinstance(placed, Shard) and (placed.dim == dim or isinstance(found, Shard)):
-        raise NoRule("it selects along the batch, which is spread over ranks; select along another dim.")
+        raise NoRuleError("it selects along the batch, which is spread over ranks; select along another dim.")
     return Decision(placed if isinstance(placed, Shard) else REPLICATE, call.reduced())
 
 
@@ -187,7 +188,7 @@ def one_hot(call: Call) -> Decision:
     if not isinstance(placed, Shard):
         return Decision(REPLICATE, call.reduced())
     if call.get("num_classes") < 0:
-        raise NoRule("how many classes it makes depends on the ids; give num_classes.")
+        raise NoRuleError("how many classes it makes depends on the ids; give num_classes.")
     return Decision(placed)
 
 
@@ -197,13 +198,16 @@ def embedding(call: Call) -> Decision:
     call.whole([table], "table")
     placed = call.placed(ids)
     if isinstance(placed, Shard) and (call.get("scale_grad_by_freq") or call.get("sparse")):
-        raise NoRule("scale_grad_by_freq and sparse gradients count ids on one rank only; leave both off.")
+        raise NoRuleError("scale_grad_by_freq and sparse gradients count ids on one rank only; leave both off.")
     return Decision(placed if isinstance(placed, Shard) else REPLICATE, call.reduced())
 
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
-        [aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_reduce.two],
+        [
+            aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,
+            aten.scatter_reduce.two,
+        ],
         gather,
     ),
     aten.take_along_dim.default: take_along,

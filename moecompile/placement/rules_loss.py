@@ -8,8 +8,7 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, Needs, NoRule, Rule, align, arguments, changed
-from .sharder import Emitter, Sharder
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, arguments, changed
 from .types import PARTIAL, REPLICATE, Partial, Shard
 
 aten = torch.ops.aten
@@ -28,7 +27,7 @@ def classes(call: Call) -> Decision:
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     if cut.dim == class_dim:
-        raise NoRule("its class dim is cut, which only vocabulary parallelism may do.")
+        raise NoRuleError("its class dim is cut, which only vocabulary parallelism may do.")
     after = cut.moved(cut.dim - (cut.dim > class_dim))
     needs = Needs()
     for item, wanted in ((source, cut), (target, cut if same else after)):
@@ -46,11 +45,11 @@ def _rows_cut(call: Call, class_dim: int, same: bool) -> Shard | None:
     if isinstance(target, Shard):
         cuts.add(target if same else target.moved(target.dim + (target.dim >= class_dim)))
     if len(cuts) > 1:
-        raise NoRule("predictions and targets are cut differently; keep the batch dim in one place.")
+        raise NoRuleError("predictions and targets are cut differently; keep the batch dim in one place.")
     return cuts.pop() if cuts else None
 
 
-def _emit_classes(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_classes(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """A mean: local sum over global count. Narrow types are summed as float32, in which no sum overflows."""
     found = arguments(node)
     axes = [axis for axis, decision in decisions.items() if isinstance(decision.out, Partial)]
@@ -70,14 +69,14 @@ def _emit_classes(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> 
     return total if wide == dtype else walk.call(aten._to_copy.default, total, like=node, dtype=dtype)
 
 
-def _linear_only(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> bool:
+def _linear_only(walk: Walk, node: Node, decisions: dict[str, Decision]) -> bool:
     """Nothing is cut: the call stays as it is."""
     return not any(
         isinstance(walk.given(item, axis, decisions), Shard) for axis in decisions for item in node.all_input_nodes
     )
 
 
-def _count(walk: Sharder, node: Node, decisions: dict[str, Decision], axes: list[str], dtype: torch.dtype) -> Any:
+def _count(walk: Walk, node: Node, decisions: dict[str, Decision], axes: list[str], dtype: torch.dtype) -> Any:
     """How many rows (or how much class weight) the mean divides by: a global number."""
     found = arguments(node)
     target, weight = found["target"], found["weight"]
@@ -99,13 +98,13 @@ def _count(walk: Sharder, node: Node, decisions: dict[str, Decision], axes: list
 def elements(call: Call) -> Decision:
     """mse_loss, l1_loss and the like: elementwise in all operands, then reduced."""
     shapes = [call.shape(item) for item in call.tensors()]
-    cut, needs = align(call, call.tensors(), len(torch.broadcast_shapes(*shapes)))
+    cut, needs = align(call, call.tensors(), max(map(len, shapes)))
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     return Decision(cut if call.get("reduction") == _NONE else PARTIAL, needs)
 
 
-def _emit_elements(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_elements(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """A mean: this rank's mean of its equal part, divided by the number of parts."""
     parts = 1
     for axis, decision in decisions.items():

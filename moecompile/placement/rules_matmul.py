@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .call import Call, Decision, Needs, NoRule, Rule, follow
+from .call import Call, Decision, Needs, NoRuleError, Rule, follow
 from .types import PARTIAL, REPLICATE, Partial, Shard
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def product(call: Call, operands: list[tuple[Node, str]], out: str, extra: list[
     needs = Needs()
     for item, letters in operands:
         if letters.count(label) > 1:
-            raise NoRule("it takes a diagonal of the batch dim; index the diagonal in a line of its own.")
+            raise NoRuleError("it takes a diagonal of the batch dim; index the diagonal in a line of its own.")
         follow(call, needs, item, placed, letters.find(label))
     if label in out:
         result = placed.moved(out.index(label))
@@ -50,7 +50,7 @@ def _common_cut(call: Call, operands: list[tuple[Node, str]]) -> tuple[str, Shar
             continue
         one = (letters[placed.dim], placed.moved(0))
         if found is not None and one != found:
-            raise NoRule("its operands are cut along different dims; only one of them may carry the batch.")
+            raise NoRuleError("its operands are cut along different dims; only one of them may carry the batch.")
         found = one
     return found
 
@@ -68,7 +68,9 @@ def linear(call: Call) -> Decision:
     source, weight, bias = call.args[0], call.args[1], call.get("bias")
     batch = _BATCH[: len(call.shape(source)) - 1]
     rows = "n" if len(call.shape(weight)) > 1 else ""
-    return product(call, [(source, batch + "k"), (weight, rows + "k")], batch + rows, [bias] if bias is not None else [])
+    return product(
+        call, [(source, batch + "k"), (weight, rows + "k")], batch + rows, [bias] if bias is not None else []
+    )
 
 
 def matmul(call: Call) -> Decision:
@@ -116,8 +118,12 @@ def solve_triangular(call: Call) -> Decision:
     cuts = {item: call.placed(item) for item in (matrix, right)}
     for item, placed in cuts.items():
         if isinstance(placed, Shard) and placed.dim >= len(call.shape(item)) - 2:
-            raise NoRule("the batch dim is part of the system that is solved; keep it in front.")
-    found = [placed.moved(placed.dim + ndim - len(call.shape(item))) for item, placed in cuts.items() if isinstance(placed, Shard)]
+            raise NoRuleError("the batch dim is part of the system that is solved; keep it in front.")
+    found = [
+        placed.moved(placed.dim + ndim - len(call.shape(item)))
+        for item, placed in cuts.items()
+        if isinstance(placed, Shard)
+    ]
     if not found:
         return Decision(REPLICATE, call.reduced())
     needs = Needs()

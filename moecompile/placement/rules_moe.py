@@ -8,8 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from .. import ops
-from .call import Call, Decision, Needs, NoRule, Rule, follow
-from .sharder import Emitter, Sharder
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, follow
 from .types import PARTIAL, REPLICATE, Shard
 
 _FOREIGN = "its rows do not come from permute, or went through an op that reorders them."
@@ -23,7 +22,7 @@ def permute(call: Call) -> Decision:
         return call.decide(REPLICATE, call.reduced())
     cut = cuts.pop()
     if cuts or cut.dim != 0:
-        raise NoRule("tokens must be dim 0 of the MoE layer's input and of its expert ids.")
+        raise NoRuleError("tokens must be dim 0 of the MoE layer's input and of its expert ids.")
     needs = Needs()
     for item in (tokens, ids):
         follow(call, needs, item, cut, 0)
@@ -45,7 +44,7 @@ def grouped_linear(call: Call) -> Decision:
     placed = call.placed(rows)
     source = _routing(counts)
     if not isinstance(placed, Shard) or not placed.rows or source is None or source.name != placed.origin:
-        raise NoRule(_FOREIGN)
+        raise NoRuleError(_FOREIGN)
     return Decision(placed, call.reduced([item for item in (weight, bias) if isinstance(item, Node)]))
 
 
@@ -55,7 +54,7 @@ def unpermute(call: Call) -> Decision:
     placed, mapped = call.placed(rows), call.placed(row_map)
     source = _routing(row_map)
     if source is None or not isinstance(placed, Shard) or placed != mapped or placed.origin != source.name:
-        raise NoRule(_FOREIGN)
+        raise NoRuleError(_FOREIGN)
     tokens = next(found for item in source.args[:2] if isinstance(found := call.place(item, call.axis), Shard))  # type: ignore[arg-type]
     needs = Needs()
     if probs is not None:
@@ -63,7 +62,7 @@ def unpermute(call: Call) -> Decision:
     return Decision(tokens, needs)
 
 
-def _emit_unpermute(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_unpermute(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """The number of tokens is this rank's."""
     args = list(node.args)
     args[2] = walk.out_local_shape(node, decisions)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .call import Call, Decision, Needs, NoRule, Rule, align
+from .call import Call, Decision, Needs, NoRuleError, Rule, align
 from .types import REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def norm(call: Call) -> Decision:
     source, dims = call.args[0], call.args[1]
     placed = call.placed(source)
     if isinstance(placed, Shard) and placed.dim >= len(call.shape(source)) - len(dims):
-        raise NoRule("it normalises over the batch dim, which is spread over ranks.")
+        raise NoRuleError("it normalises over the batch dim, which is spread over ranks.")
     return _follow_first(call)
 
 
@@ -34,7 +34,7 @@ def channels(call: Call) -> Decision:
     """group_norm, convolutions, pooling: the batch is dim 0 and nothing mixes along it."""
     placed = call.placed(call.args[0])
     if isinstance(placed, Shard) and placed.dim != 0:
-        raise NoRule("only its batch dim may be spread over ranks.")
+        raise NoRuleError("only its batch dim may be spread over ranks.")
     return _follow_first(call)
 
 
@@ -42,7 +42,7 @@ def convolution(call: Call) -> Decision:
     """As ``channels``; an input without batch dim has its channels first."""
     source, weight = call.args[0], call.args[1]
     if isinstance(call.placed(source), Shard) and len(call.shape(source)) != len(call.shape(weight)):
-        raise NoRule("its input has no batch dim, so its channels would be spread over ranks.")
+        raise NoRuleError("its input has no batch dim, so its channels would be spread over ranks.")
     return channels(call)
 
 
@@ -51,7 +51,7 @@ def pooling(call: Call) -> Decision:
     source = call.args[0]
     spatial = int(call.node.target._schema.name[-2])  # type: ignore[union-attr]  # avg_pool1d, max_pool2d
     if isinstance(call.placed(source), Shard) and len(call.shape(source)) != spatial + 2:
-        raise NoRule("its input has no batch dim, so its channels would be spread over ranks.")
+        raise NoRuleError("its input has no batch dim, so its channels would be spread over ranks.")
     return channels(call)
 
 
@@ -63,7 +63,7 @@ def attention(call: Call) -> Decision:
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     if cut.dim >= ndim - 2 or (cut.dim == ndim - 3 and cut.dim > 0 and call.get("enable_gqa")):
-        raise NoRule("only its batch dim may be spread over ranks here.")
+        raise NoRuleError("only its batch dim may be spread over ranks here.")
     return Decision(cut, needs)
 
 
@@ -78,7 +78,9 @@ def dropout(call: Call) -> Decision:
 def batch_norm(call: Call) -> Decision:
     """Statistics over the batch would need all of it."""
     if call.get("training") and isinstance(call.placed(call.args[0]), Shard):
-        raise NoRule("its statistics are those of the whole batch; use layer_norm or rms_norm, or put the norm in eval mode.")
+        raise NoRuleError(
+            "its statistics are those of the whole batch; use layer_norm or rms_norm, or put the norm in eval mode."
+        )
     return channels(call)
 
 
@@ -100,4 +102,3 @@ RULES: dict[Any, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.dropout.default: dropout,
 }  # fmt: skip
-

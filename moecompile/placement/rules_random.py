@@ -6,11 +6,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from .. import graph as graphs
 from .. import ops
-from . import sharder as sharders
-from .call import Call, Decision, NoRule, Rule
-from .sharder import Emitter
+from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk
 from .types import REPLICATE, Shard
 
 
@@ -20,19 +17,24 @@ def uniform(call: Call) -> Decision:
     if not isinstance(placed, Shard):
         return Decision(REPLICATE)
     if placed.rows:
-        raise NoRule("random numbers inside an expert would depend on the order of its rows; move the dropout out of the experts.")
+        raise NoRuleError(
+            "random numbers inside an expert would depend on the order of its rows; move the dropout out of the experts."
+        )
     return Decision(placed)
 
 
-def _emit_uniform(walk: sharders.Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     cut = [(axis, item.out) for axis, item in decisions.items() if isinstance(item.out, Shard)]
     if not cut:
         return None
     axis, placed = cut[0]
     like, seed = (walk.env[arg] for arg in node.args[:2] if isinstance(arg, Node))
     where = (walk.offset(axis), placed.dim, placed.outer, walk.axes[axis])
-    return graphs.call(walk.graph, node.target, like, seed, *where, like=node, mode=walk.mode)  # type: ignore[arg-type]
+    return walk.call(node.target, like, seed, *where, like=node)
 
 
 RULES: dict[Any, Rule] = {ops.uniform: uniform}
 EMITTERS: dict[Any, Emitter] = {ops.uniform: _emit_uniform}
+
+# only the shape of its operand counts
+ABSORBS = frozenset({ops.uniform})

@@ -9,9 +9,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, NoRule, Rule, arguments
+from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk, arguments
 from .rules_elementwise import keeps_sum
-from .sharder import Emitter, Sharder
 from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 aten = torch.ops.aten
@@ -57,7 +56,9 @@ def order_statistic(call: Call) -> Decision:
         return call.decide(_after(placed, dims, keepdim))
     if call.node.target in _ACROSS and not meta.tensor(call.node).is_floating_point():
         return Decision(REPLICATE)
-    raise NoRule("it reduces over the batch, which is spread over ranks; use a sum or a mean, or reduce a whole dim.")
+    raise NoRuleError(
+        "it reduces over the batch, which is spread over ranks; use a sum or a mean, or reduce a whole dim."
+    )
 
 
 def along(call: Call) -> Decision:
@@ -68,32 +69,32 @@ def along(call: Call) -> Decision:
         return call.decide(REPLICATE, call.reduced())
     found = arguments(call.node)
     if placed.dim in reduced_dims(len(call.shape(source)), found["dim"] if "dim" in found else found["dims"]):
-        raise NoRule("it runs along the batch, which is spread over ranks; run it along another dim.")
+        raise NoRuleError("it runs along the batch, which is spread over ranks; run it along another dim.")
     return call.decide(placed)
 
 
 def bincount(call: Call) -> Decision:
     """How many bins there are depends on the ids, and so would differ between ranks."""
     if any(isinstance(call.placed(item), Shard) for item in call.tensors()):
-        raise NoRule("how many bins it makes depends on the ids; use one_hot(ids, n).sum(0).")
+        raise NoRuleError("how many bins it makes depends on the ids; use one_hot(ids, n).sum(0).")
     return Decision(REPLICATE, call.reduced())
 
 
 def histc(call: Call) -> Decision:
     """Counts within fixed limits; without limits they are those of the whole batch."""
     if call.get("min") == call.get("max"):
-        raise NoRule("its limits depend on the batch; give min and max.")
+        raise NoRuleError("its limits depend on the batch; give min and max.")
     return Decision(PARTIAL) if isinstance(call.placed(call.args[0]), Shard) else Decision(REPLICATE, call.reduced())
 
 
 def item(call: Call) -> Decision:
     """A number for the host: every rank must read the same one."""
     if isinstance(call.placed(call.args[0]), Shard):
-        raise NoRule("a number is read out of the batch, which is spread over ranks; keep it a tensor.")
+        raise NoRuleError("a number is read out of the batch, which is spread over ranks; keep it a tensor.")
     return Decision(REPLICATE, call.reduced())
 
 
-def _emit_mean(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_mean(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """A mean over a cut dim: each rank's mean of its equal part, divided by the number of parts."""
     source, parts = node.args[0], 1
     assert isinstance(source, Node)
@@ -105,7 +106,7 @@ def _emit_mean(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Nod
     return walk.call(aten.div.Tensor, walk.emit(node, node.args, node.kwargs, decisions), parts, like=node)
 
 
-def _emit_across(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_across(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """any, all, and max, min of integers over the batch: a local reduction and an all-reduce of kind max or min."""
     source = node.args[0]
     assert isinstance(source, Node)
@@ -139,17 +140,18 @@ RULES: dict[Any, Rule] = {
         [
             *_ACROSS, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.logsumexp.default,
             aten.var.default, aten.var.dim, aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction,
-            aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.correction, aten.prod.default, aten.prod.dim_int,
-            aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default, aten.kthvalue.default, aten.median.default,
-            aten.median.dim, aten.nanmean.default, aten.aminmax.default,
+            aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.correction,
+            aten.prod.default, aten.prod.dim_int, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.aminmax.default,
+            aten.linalg_vector_norm.default, aten.kthvalue.default, aten.median.default, aten.median.dim, aten.nanmean.default,
         ],
         order_statistic,
     ),
     **dict.fromkeys(
         [
-            aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default, aten.topk.default,
-            aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.cumprod.default, aten.flip.default,
-            aten.roll.default, aten.logcumsumexp.default, aten.glu.default, aten.cummax.default, aten.cummin.default,
+            aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
+            aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.topk.default,
+            aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.flip.default,
+            aten.roll.default, aten.glu.default,
         ],
         along,
     ),

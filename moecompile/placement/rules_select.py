@@ -9,8 +9,7 @@ import torch
 from torch.fx import Node
 
 from .. import meta
-from .call import Call, Decision, Needs, NoRule, Rule, arguments, changed, follow
-from .sharder import Emitter, Sharder
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, arguments, changed, follow
 from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 aten = torch.ops.aten
@@ -34,7 +33,7 @@ def window(call: Call) -> Decision:
     start, step = _start(call.node, call.shape(source)[dim])
     blocks = _blocks(placed, call.shape(source)[dim], start, call.out_shape[dim]) if step == 1 else None
     if blocks is None:
-        raise NoRule("it takes a part of the batch, which is spread over ranks; select along another dim.")
+        raise NoRuleError("it takes a part of the batch, which is spread over ranks; select along another dim.")
     return Decision(Shard(dim, blocks, placed.rows, placed.origin))
 
 
@@ -51,11 +50,11 @@ def _start(node: Node, size: int) -> tuple[int, int]:
     found = arguments(node)
     start, step = found.get("start") or 0, found.get("step", 1)
     if not isinstance(start, int) or not isinstance(step, int):
-        raise NoRule("where it starts is known at run time only; use a constant.")
+        raise NoRuleError("where it starts is known at run time only; use a constant.")
     return (max(start + size, 0) if start < 0 else start), step
 
 
-def _emit_window(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_window(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """Along the cut dim all indices shrink by the number of ranks."""
     source = node.args[0]
     assert isinstance(source, Node)
@@ -69,7 +68,7 @@ def _emit_window(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> N
     return walk.emit(node, args, {}, decisions, target=aten.slice.Tensor)
 
 
-def _ranks_along(walk: Sharder, source: Node, dim: int, decisions: dict[str, Decision]) -> int:
+def _ranks_along(walk: Walk, source: Node, dim: int, decisions: dict[str, Decision]) -> int:
     """Into how many parts ``dim`` of a value is cut."""
     ranks = 1
     for axis, size in walk.axes.items():
@@ -91,13 +90,13 @@ def split(call: Call) -> Decision:
     for part in meta.value(call.node):
         blocks = _blocks(placed, call.shape(source)[dim], start, part.shape[dim])
         if blocks is None:
-            raise NoRule("it takes parts of the batch, which is spread over ranks; split along another dim.")
+            raise NoRuleError("it takes parts of the batch, which is spread over ranks; split along another dim.")
         outs.append(Shard(dim, blocks, placed.rows, placed.origin))
         start += part.shape[dim]
     return Decision(outs)
 
 
-def _emit_split(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_split(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     source = node.args[0]
     assert isinstance(source, Node)
     dim = arguments(node)["dim"] % meta.tensor(source).dim()
@@ -116,7 +115,7 @@ def select(call: Call) -> Decision:
         return call.decide(placed)
     dim = call.get("dim") % len(call.shape(source))
     if dim == placed.dim:
-        raise NoRule("it picks one element of the batch, which is spread over ranks; select along another dim.")
+        raise NoRuleError("it picks one element of the batch, which is spread over ranks; select along another dim.")
     return call.decide(placed.moved(placed.dim - (dim < placed.dim)))
 
 
@@ -125,7 +124,7 @@ def unfold(call: Call) -> Decision:
     source = call.args[0]
     placed = call.placed(source)
     if isinstance(placed, Shard) and placed.dim == call.get("dimension") % len(call.shape(source)):
-        raise NoRule("its windows run along the batch, which is spread over ranks; run them along another dim.")
+        raise NoRuleError("its windows run along the batch, which is spread over ranks; run them along another dim.")
     return Decision(placed)
 
 
@@ -141,14 +140,14 @@ def write(call: Call) -> Decision:
         if isinstance(placed, Shard):
             seen = placed.moved(placed.dim + (narrower and item is part and placed.dim >= dim))
             if cut is not None and seen != cut:
-                raise NoRule("what is written is cut differently from what it is written into.")
+                raise NoRuleError("what is written is cut differently from what it is written into.")
             cut = seen
     if cut is None:
         if all(isinstance(call.placed(item), Partial) for item in (source, part)):
             return Decision(PARTIAL)
         return Decision(REPLICATE, call.reduced())
     if cut.dim == dim:
-        raise NoRule("it writes into a part of the batch, which is spread over ranks; write along another dim.")
+        raise NoRuleError("it writes into a part of the batch, which is spread over ranks; write along another dim.")
     needs = Needs()
     follow(call, needs, source, cut, cut.dim)
     follow(call, needs, part, cut, cut.dim - (narrower and dim < cut.dim))
@@ -164,7 +163,9 @@ def difference(call: Call) -> Decision:
         return Decision(REPLICATE, call.reduced())
     cut = cuts.pop()
     if cuts or cut.dim == dim:
-        raise NoRule("it subtracts along the batch, which is spread over ranks; take differences along another dim.")
+        raise NoRuleError(
+            "it subtracts along the batch, which is spread over ranks; take differences along another dim."
+        )
     needs = Needs()
     for item in operands:
         follow(call, needs, item, cut, cut.dim)
@@ -178,7 +179,7 @@ def pad(call: Call) -> Decision:
         return Decision(REPLICATE, call.reduced())
     padded = {len(call.shape(source)) - 1 - index // 2 for index, width in enumerate(widths) if width}
     if placed.dim in padded:
-        raise NoRule("it pads the batch dim, which is spread over ranks; pad another dim.")
+        raise NoRuleError("it pads the batch dim, which is spread over ranks; pad another dim.")
     return Decision(placed)
 
 
@@ -186,7 +187,7 @@ def triangle(call: Call) -> Decision:
     source = call.args[0]
     placed = call.placed(source)
     if isinstance(placed, Shard) and placed.dim >= len(call.shape(source)) - 2:
-        raise NoRule("it cuts a triangle out of the batch dim, which is spread over ranks.")
+        raise NoRuleError("it cuts a triangle out of the batch dim, which is spread over ranks.")
     return Decision(placed)
 
 
@@ -197,13 +198,13 @@ def repeat_interleave(call: Call) -> Decision:
     if not isinstance(placed, Shard):
         return Decision(placed)
     if dim is None and len(call.shape(source)) > 1:
-        raise NoRule("repeat_interleave without dim flattens the batch; give it a dim.")
+        raise NoRuleError("repeat_interleave without dim flattens the batch; give it a dim.")
     if placed.rows and (dim or 0) % len(call.shape(source)) == placed.dim:
-        raise NoRule("rows of an expert region are repeated; repeat the tokens before they are routed.")
+        raise NoRuleError("rows of an expert region are repeated; repeat the tokens before they are routed.")
     return Decision(placed)
 
 
-def _emit_repeat_interleave(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_repeat_interleave(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """Without the size of the result, which would be the global one."""
     if all(isinstance(item.out, Replicate) for item in decisions.values()):
         return None

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .call import Call, Decision, Needs, NoRule, Rule, follow
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, follow
 from .shapes import reshape_shard
-from .sharder import Emitter, Sharder
 from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -41,7 +40,7 @@ def reshape(call: Call) -> Decision:
         return Decision(placed)
     found = reshape_shard(placed, call.shape(source), call.out_shape, call.ranks)
     if found is None:
-        raise NoRule(
+        raise NoRuleError(
             f"reshaping {list(call.shape(source))} cut as {placed} to {list(call.out_shape)} would mix the ranks' parts; "
             f"keep the batch dim first, or whole, in the new shape."
         )
@@ -81,7 +80,7 @@ def cat(call: Call) -> Decision:
     if cut.dim != dim:
         return Decision(cut, needs)
     if len(parts) > 1 and (cut.rows or len({call.shape(part)[dim] for part in parts}) > 1):
-        raise NoRule(
+        raise NoRuleError(
             "parts of different length are concatenated along the cut dim; give them equal lengths or another dim."
         )
     return Decision(Shard(dim, cut.outer * len(parts), cut.rows, cut.origin), needs)
@@ -102,7 +101,7 @@ def stack(call: Call) -> Decision:
 def _only_cut(call: Call, parts: Sequence[Node]) -> Shard | None:
     cuts = {placed for part in parts if isinstance(placed := call.placed(part), Shard)}
     if len(cuts) > 1:
-        raise NoRule("its parts are cut differently; put together tensors whose batch dim is in one place.")
+        raise NoRuleError("its parts are cut differently; put together tensors whose batch dim is in one place.")
     return next(iter(cuts), None)
 
 
@@ -123,7 +122,7 @@ def repeat(call: Call) -> Decision:
     at = dim - (len(call.out_shape) - len(repeats))
     times = repeats[at] if at >= 0 else 1
     if placed.rows and times != 1:
-        raise NoRule("rows of an expert region are repeated; repeat the tokens before they are routed.")
+        raise NoRuleError("rows of an expert region are repeated; repeat the tokens before they are routed.")
     return Decision(Shard(dim, placed.outer * times, placed.rows, placed.origin))
 
 
@@ -135,7 +134,7 @@ def take_diagonal(call: Call) -> Decision:
         return Decision(placed)
     gone = {call.get(name) % len(call.shape(source)) for name in ("dim1", "dim2")}
     if placed.dim in gone:
-        raise NoRule("it takes a diagonal of the batch dim, which is spread over ranks.")
+        raise NoRuleError("it takes a diagonal of the batch dim, which is spread over ranks.")
     return Decision(placed.moved(placed.dim - sum(dim < placed.dim for dim in gone)))
 
 
@@ -146,7 +145,7 @@ def borrow(call: Call) -> Decision:
     return Decision(REPLICATE)
 
 
-def _emit_as_reshape(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_as_reshape(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """To this rank's shape. Also ``squeeze``, which would drop a cut dim of which this rank holds one element."""
     shapes_itself = node.target not in (aten.view_as.default, aten.reshape_as.default)
     if shapes_itself and not any(isinstance(item.out, Shard) for item in decisions.values()):
@@ -155,7 +154,7 @@ def _emit_as_reshape(walk: Sharder, node: Node, decisions: dict[str, Decision]) 
     return walk.emit(node, (node.args[0], shape), {}, decisions, target=aten.reshape.default)
 
 
-def _emit_as_expand(walk: Sharder, node: Node, decisions: dict[str, Decision]) -> Node | None:
+def _emit_as_expand(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     shape = walk.out_local_shape(node, decisions)
     return walk.emit(node, (node.args[0], shape), {}, decisions, target=aten.expand.default)
 

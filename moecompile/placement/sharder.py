@@ -8,6 +8,7 @@ that cannot be right whatever the op: an operand overlooked, a partial value tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,9 @@ from .. import meta
 from ..compat import FakeTensorMode, OpOverload
 from ..errors import PassError
 from . import convert as conversions
-from .call import Call, Decision, NoRule, Rule, arguments
+from .call import Call, Decision, Emitter, NoRuleError, Rule, arguments
 from .shapes import local_shape
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
-
-Emitter = Callable[["Sharder", Node, dict[str, Decision]], "Node | None"]
 
 
 class Sharder:
@@ -71,7 +70,7 @@ class Sharder:
         return made
 
     def _record(self, node: Node, made: Node, placed: Mapping[str, Placement]) -> None:
-        kept = {axis: item for axis, item in placed.items() if not isinstance(item, Replicate)}
+        kept: dict[str, Placement] = {axis: item for axis, item in placed.items() if not isinstance(item, Replicate)}
         others = {axis: item for axis, item in meta.placements(node).items() if axis not in self.axes}
         self.env[node] = made
         self._placed[node] = kept
@@ -80,7 +79,7 @@ class Sharder:
     # -- the walk ----------------------------------------------------------------------------------------------------
     def visit(self, node: Node) -> None:
         """Shard one call."""
-        if node.target is graphs.operator.getitem:
+        if node.target is operator.getitem:
             self._visit_getitem(node)
             return
         decisions = self.decide(node)
@@ -89,7 +88,7 @@ class Sharder:
             made = emitter(self, node, decisions) if emitter is not None else None
             if made is None:
                 made = self.emit(node, node.args, node.kwargs, decisions)
-        except NoRule as reason:
+        except NoRuleError as reason:
             raise PassError(f"shard-dense: {meta.where(node)} calls {node.target}: {reason}") from None
         self.finish(node, made, decisions)
 
@@ -97,7 +96,7 @@ class Sharder:
         source, index = node.args
         assert isinstance(source, Node) and isinstance(index, int)
         found = self._tuples.get(source, {})
-        made = self.graph.call_function(graphs.operator.getitem, (self.env[source], index))
+        made = self.graph.call_function(operator.getitem, (self.env[source], index))
         made.meta = meta.copy_meta(node)
         made.meta["val"] = meta.value(self.env[source])[index]
         self._record(node, made, {axis: items[index] for axis, items in found.items()})
@@ -129,7 +128,7 @@ class Sharder:
             try:
                 decisions[axis] = rule(call)
                 self._check_decision(call, operands, decisions[axis])
-            except NoRule as reason:
+            except NoRuleError as reason:
                 raise PassError(
                     f"shard-dense: {meta.where(node)} calls {node.target} on operands {shown}: {reason}"
                 ) from None
@@ -140,20 +139,20 @@ class Sharder:
         found = meta.value(call.node)
         count = len(found) if isinstance(found, (tuple, list)) else None
         if isinstance(decision.out, Placement) is (count is not None) or (count or 1) != len(decision.outs):
-            raise NoRule(f"its rule gives {len(decision.outs)} placements for {count or 1} results.")
+            raise NoRuleError(f"its rule gives {len(decision.outs)} placements for {count or 1} results.")
         for item, out in zip(found if count is not None else [found], decision.outs, strict=True):
             if isinstance(out, Partial) and isinstance(item, torch.Tensor) and item.dtype == torch.bool:
-                raise NoRule("a sum over ranks of booleans has no meaning; cast to int64 first.")
+                raise NoRuleError("a sum over ranks of booleans has no meaning; cast to int64 first.")
         for item, placed in operands.items():
             placed = decision.need.get(item, placed)
             if isinstance(placed, Replicate) or call.node.target in self.absorbs:
                 continue
             if item not in call.seen:
-                raise NoRule(f"its rule does not look at {item.name}, which is {placed}.")
+                raise NoRuleError(f"its rule does not look at {item.name}, which is {placed}.")
             if isinstance(placed, Partial) and not all(isinstance(out, Partial) for out in decision.outs):
-                raise NoRule(f"its rule lets the partial sum {item.name} into a result that is not one.")
+                raise NoRuleError(f"its rule lets the partial sum {item.name} into a result that is not one.")
             if isinstance(placed, Shard) and any(isinstance(out, Replicate) for out in decision.outs):
-                raise NoRule(f"its rule gives a whole result although {item.name} is cut.")
+                raise NoRuleError(f"its rule gives a whole result although {item.name} is cut.")
 
     def given(self, arg: Node, axis: str, decisions: Mapping[str, Decision]) -> Placement:
         """Placement of an operand once it is converted to what the decisions need."""
@@ -205,8 +204,8 @@ class Sharder:
         wanted = self.local_shape(node, found.shape, placed)
         if not _same_shape(wanted, local.shape) or found.dtype != local.dtype:
             raise PassError(
-                f"shard-dense: {meta.where(node)} ({node.target}) gives a local {local.dtype}{list(local.shape)} where the placement asks for "
-                f"{found.dtype}{wanted}; the rule of this op does not localise its arguments."
+                f"shard-dense: {meta.where(node)} ({node.target}) gives a local {local.dtype}{list(local.shape)} where the placement "
+                f"asks for {found.dtype}{wanted}; the rule of this op does not localise its arguments."
             )
 
     def local_shape(self, node: Node, shape: Sequence[int], placed: Mapping[str, Placement]) -> list[int]:
@@ -215,7 +214,9 @@ class Sharder:
         try:
             return local_shape(shape, cuts)
         except ValueError as error:
-            raise PassError(f"shard-dense: {meta.where(node)}: {error}; choose a batch that the ranks divide.") from None
+            raise PassError(
+                f"shard-dense: {meta.where(node)}: {error}; choose a batch that the ranks divide."
+            ) from None
 
     def out_local_shape(self, node: Node, decisions: Mapping[str, Decision]) -> list[int]:
         """Local shape of the output of ``node``."""

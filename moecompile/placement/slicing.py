@@ -8,17 +8,14 @@ between an attention mask of this rank's sequences and one of the global batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .. import meta
-from .call import Call, Decision, NoRule, changed
+from .call import Call, Decision, NoRuleError, Walk, changed
 from .types import REPLICATE, Placement, Replicate, Shard
-
-if TYPE_CHECKING:
-    from .sharder import Sharder
 
 aten = torch.ops.aten
 
@@ -27,7 +24,7 @@ _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, at
 _EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
 
 
-def sliced(walk: Sharder, node: Node, axis: str, want: Shard) -> Node | None:
+def sliced(walk: Walk, node: Node, axis: str, want: Shard) -> Node | None:
     """The part of the global value ``node`` that ``want`` names, made from parts; None where only slicing the whole will do."""
     if node.op != "call_function" or want.rows or not isinstance(walk.place(node, axis), Replicate):
         return None
@@ -55,7 +52,7 @@ def _is_broadcast(node: Node, dim: int) -> bool:
     return at < 0 or meta.tensor(source).shape[at] == 1
 
 
-def _cut_an_operand(walk: Sharder, node: Node, axis: str, want: Shard) -> Decision | None:
+def _cut_an_operand(walk: Walk, node: Node, axis: str, want: Shard) -> Decision | None:
     """A decision of the op's own rule that leads to ``want`` from whole operands, one of which is cut."""
     rule = walk.rules.get(node.target) or walk.fallback(node.target)
     if rule is None or not meta.is_tensor(node):
@@ -71,7 +68,7 @@ def _cut_an_operand(walk: Sharder, node: Node, axis: str, want: Shard) -> Decisi
 
             try:
                 found = rule(Call(node, axis, walk.axes[axis], place))
-            except NoRule:
+            except NoRuleError:
                 continue
             if found.out == want:
                 return Decision(want, {**found.need, item: cut})

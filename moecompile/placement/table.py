@@ -20,8 +20,8 @@ from . import (
     rules_select,
     rules_views,
 )
-from .call import Rule
-from .sharder import Emitter, Sharder
+from .call import Emitter, Rule
+from .sharder import Sharder
 
 _MODULES = (
     rules_elementwise,

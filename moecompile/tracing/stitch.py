@@ -90,7 +90,7 @@ class Stitcher:
         value = meta.tensor(loss)
         with self.mode:
             one = torch.ones((), dtype=value.dtype, device=value.device)
-        options = {"dtype": value.dtype, "device": value.device}
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         seed = self.graph.create_node("call_function", aten.ones.default, ([],), options, name="ones")
         seed.meta["val"] = one
         meta.set_direction(seed, meta.Direction.BACKWARD)
@@ -154,7 +154,7 @@ class _Instance:
             if symbol not in self._symbols:
                 with without_new_symbols(self.mode):
                     self._symbols[symbol] = shape_env.create_unbacked_symint()
-                torch._check(self._symbols[symbol] >= 0)
+                torch._check(self._symbols[symbol] >= 0)  # type: ignore[no-untyped-call]
         replaced = expression.subs({symbol: self._symbols[symbol].node.expr for symbol in expression.free_symbols})
         if replaced.is_Integer:
             return int(replaced)

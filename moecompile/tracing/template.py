@@ -150,7 +150,7 @@ def _tag(forward: list[Node], backward: list[Node]) -> None:
         if source is not None:
             meta.set_twin(node, source.name)
             # other nodes may share the number, so only the op tells whose gradient this is
-            if ops.TRANSPOSE.get(source.target) is node.target:  # type: ignore[arg-type]
+            if ops.TRANSPOSE.get(source.target) is node.target:  # type: ignore[call-overload]
                 meta.mark_differentiated(source)
             for key in ("nn_module_stack", "stack_trace"):
                 if key in source.meta:

@@ -133,7 +133,7 @@ def test_case_39_experts_that_ep_does_not_divide(experts: int, ep: int) -> None:
 
 
 def test_case_39_a_wrong_world_names_the_torchrun_line() -> None:
-    with pytest.raises(PlanError, match="torchrun --nproc[-_]per[-_]node[= ]4"):
+    with pytest.raises(PlanError, match=r"torchrun --nproc[-_]per[-_]node[= ]4"):
         Plan(dp=4, ep=2).resolve(2)
 
 

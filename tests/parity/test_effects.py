@@ -24,7 +24,7 @@ from tests.support.models import Config, build, tokens
 from tests.support.parity import slice_for
 
 aten = torch.ops.aten
-CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, dtype=torch.bfloat16)
+CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
 PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
 
@@ -128,6 +128,26 @@ def ops_lowered(program: Program) -> None:
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
 
 
+def activations_fused(program: Program) -> None:
+    """The experts and the shared expert of every layer."""
+    assert not calls(program, aten.silu.default)
+    assert len(calls(program, ops.silu_mul, ops.swiglu)) == 2 * CONFIG.layers
+
+
+def norms_fused(program: Program) -> None:
+    assert not calls(program, aten.rsqrt.default)
+    assert len(calls(program, ops.rms_norm)) >= CONFIG.layers
+
+
+def rotary_fused(program: Program) -> None:
+    assert len(calls(program, ops.rotary)) == 2 * CONFIG.layers
+
+
+def canonical(program: Program) -> None:
+    returned = set(program.output_nodes())
+    assert not [node for node in calls(program, aten.detach.default) if node not in returned]
+
+
 EFFECTS: dict[str, Callable[[Program], None]] = {
     "recognize-moe": recognized,
     "cast-router": router_cast,
@@ -137,9 +157,13 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "shard-dense": batch_cut,
     "shard-experts": experts_cut,
     "insert-dispatch": tokens_dispatched,
+    "fuse-swiglu": activations_fused,
+    "fuse-rms-norm": norms_fused,
+    "fuse-rotary": rotary_fused,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
     "sync-grads": gradients_summed,
+    "canonicalize": canonical,
     "lower-ops": ops_lowered,
 }
 
@@ -173,6 +197,8 @@ def outcomes() -> dict[str, Outcome]:
 
 
 def verdict(name: str, program: Program) -> Exception | None:
+    if name not in EFFECTS:
+        return AssertionError(f"{name} has no effect test")
     try:
         EFFECTS[name](program)
     except (AssertionError, ValueError) as error:

@@ -73,7 +73,7 @@ def test_unfit_tensors_are_refused(found: Tensor, expected: Tensor, match: str) 
 
 def test_expected_zeros_must_be_exact_zeros() -> None:
     assert difference("x", torch.zeros(2), torch.zeros(2), zero=True) == 0.0
-    with pytest.raises(ParityError, match="exact zeros were expected, 1.000e-30 was found"):
+    with pytest.raises(ParityError, match=r"exact zeros were expected, 1.000e-30 was found"):
         difference("x", torch.tensor([0.0, 1e-30]), torch.zeros(2), zero=True)
     with pytest.raises(ParityError, match="not all zero"):
         difference("x", torch.zeros(2), torch.ones(2), zero=True)
@@ -167,7 +167,7 @@ def test_swapped_experts_are_found(lock_step: LockStep, reference: Run) -> None:
 @pytest.mark.parametrize("name", ["sync-grads", "sync-loss"])
 def test_a_skipped_reduction_is_found(name: str, reference: Run) -> None:
     pipeline = ",".join(part for part in default_pipeline(PLAN, step=True).split(",") if part != name)
-    with pytest.raises(ParityError, match="not bitwise equal|differ by more"):
+    with pytest.raises(ParityError, match=r"not bitwise equal|differ by more"):
         compare(LockStep(build(CONFIG), PLAN, BATCHES[0], pipeline=pipeline).run(BATCHES), reference)
 
 

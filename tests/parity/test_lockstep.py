@@ -21,15 +21,23 @@ MODELS = {
     "dense": Config("dense"),
     "ops": Config("ops"),
     "loop-shared-balance": Config("loop", shared=True, aux=0.1),
-    "loop-bias-tied": Config("loop", bias=True, tied=True, aux=0.05),
+    "loop-bias-tied-rotary": Config("loop", bias=True, tied=True, rotary=True, aux=0.05),
     "stacked-shared-tied-balance": Config("stacked", shared=True, tied=True, aux=0.1),
     "one-expert-a-token": Config("stacked", top_k=1, normalize=False, experts=8),
 }
-PLANS = [Plan(dp=1), Plan(dp=2), Plan(dp=2, ep=2), Plan(dp=4, ep=2), Plan(dp=4, ep=4)]
 
 
 def name_of(plan: Plan) -> str:
     return f"dp{plan.dp}-ep{plan.ep}" + ("" if plan.dispatch == "alltoall" else f"-{plan.dispatch}")
+
+
+# every model where experts have copies and where they have none; the other foldings with the richest models
+PLANS = [(model, plan) for plan in (Plan(dp=2, ep=2), Plan(dp=4, ep=2)) for model in MODELS]
+PLANS += [
+    (model, plan)
+    for plan in (Plan(dp=1), Plan(dp=2), Plan(dp=4, ep=4))
+    for model in ("loop-shared-balance", "stacked-shared-tied-balance")
+]
 
 
 def check(
@@ -45,8 +53,7 @@ def check(
     compare(lock_step.run(batches), plain(build(config), batches, optimizer=optimizer), zero=zero)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "plan"), PLANS, ids=[f"{model}-{name_of(plan)}" for model, plan in PLANS])
 def test_models_and_plans(model: str, plan: Plan) -> None:
     check(MODELS[model], plan, [tokens(8, 5, seed, ignored=0.2) for seed in range(3)])
 
@@ -71,7 +78,7 @@ def test_options_of_insert_dispatch(option: str) -> None:
     compare(lock_step.run(batches), plain(build(config), batches))
 
 
-@pytest.mark.parametrize("seed", range(3, 8))
+@pytest.mark.parametrize("seed", range(3, 6))
 def test_seeds(seed: int) -> None:
     """Other weights, other tokens, four layers."""
     config = Config("stacked", seed=seed, layers=3, experts=8, top_k=3, shared=True, aux=0.1)

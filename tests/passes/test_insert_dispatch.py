@@ -64,7 +64,9 @@ def test_effect_of_allgather() -> None:
     def effect() -> None:
         found = rewrite("insert-dispatch{backend=allgather}").program
         assert len(graphs.find(found.graph, ops.all_gather)) == 3  # tokens, ids, probs
-        assert len(graphs.find(found.graph, ops.permute_local)) == len(graphs.find(found.graph, ops.reduce_scatter)) == 1
+        assert (
+            len(graphs.find(found.graph, ops.permute_local)) == len(graphs.find(found.graph, ops.reduce_scatter)) == 1
+        )
         assert not graphs.find(found.graph, ops.dispatch, ops.combine)
         assert [item.kind for item in found.inputs].count(InputKind.OFFSET) == 1
 

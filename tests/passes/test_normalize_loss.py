@@ -84,6 +84,8 @@ def test_it_counts_the_tokens_of_the_whole_batch() -> None:
     """After the batch is cut it would count a rank's tokens: refused before anything runs."""
     program = golden.captured(TWO, golden.Scale())
     before = graph_text(program)
-    with pytest.raises(PassError, match="'normalize-loss' cannot run once the fact TOKENS_SHARDED holds .* before 'shard-dense'"):
+    with pytest.raises(
+        PassError, match=r"'normalize-loss' cannot run once the fact TOKENS_SHARDED holds .* before 'shard-dense'"
+    ):
         golden.run(program, "recognize-moe,shard-dense,normalize-loss")
     assert graph_text(program) == before and not program.history

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -92,11 +93,17 @@ def difference(program: Program, model: nn.Module, x: Tensor) -> float:
 # Applies ----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def style(kind: type[styles.Layer]) -> tuple[nn.Module, Program]:
+    """A model in this style and its recognised program, which the tests only read."""
+    model = made(kind)
+    return model, recognised(model, tokens())
+
+
 @pytest.mark.parametrize("kind", styles.ACCEPTED, ids=lambda kind: kind.__name__)
 def test_same_meaning(kind: type[styles.Layer]) -> None:
-    """Result and every gradient, on the captured batch, on another one, and with idle experts."""
-    model = made(kind)
-    program = recognised(model, tokens())
+    """Result and every gradient, on several batches: experts in use, all tokens alike, experts with one token."""
+    model, program = style(kind)
     assert program.history[-1].rewrites == 1
     crowd = tokens(1).repeat(TOKENS, 1)
     crowd[0] = tokens(1)
@@ -107,7 +114,7 @@ def test_same_meaning(kind: type[styles.Layer]) -> None:
 @pytest.mark.parametrize("kind", styles.ACCEPTED, ids=lambda kind: kind.__name__)
 def test_canonical_form(kind: type[styles.Layer]) -> None:
     """One permute, grouped linears, one unpermute; the old way is gone, and with it every unknown size."""
-    program = recognised(made(kind), tokens())
+    model, program = style(kind)
     (permute,) = graphs.find(program.graph, ops.permute)
     assert len(graphs.find(program.graph, ops.unpermute)) == 1
     grouped = graphs.find(program.graph, ops.grouped_linear)
@@ -120,7 +127,7 @@ def test_canonical_form(kind: type[styles.Layer]) -> None:
     assert (record["num_experts"], record["top_k"]) == (styles.EXPERTS, kind.top_k)
     assert re.search(r"moe_styles\.py:\d+$", record["source"]) and record["how"]
     names = {name for item in program.inputs for name in item.fqns}
-    assert set(record["params"]) <= names == set(dict(made(kind).named_parameters())) | {"bias"} & names
+    assert set(record["params"]) <= names == set(dict(model.named_parameters())) | {"bias"} & names
 
 
 def test_stacked_input_names_its_experts() -> None:

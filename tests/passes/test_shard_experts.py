@@ -51,9 +51,7 @@ def assert_cut(program: Program) -> None:
     """Weight of the linear, parameter and description agree on E / ep experts."""
     for node in graphs.find(program.graph, ops.grouped_linear):
         assert meta.tensor(node.args[2]).shape[0] == golden.EXPERTS // program.mesh.size("ep")  # type: ignore[arg-type]
-    stacked = [
-        (node, item) for node, item in program.items() if item.kind is InputKind.PARAM and len(item.shape) == 3
-    ]
+    stacked = [(node, item) for node, item in program.items() if item.kind is InputKind.PARAM and len(item.shape) == 3]
     assert stacked
     for node, item in stacked:
         assert dict(item.placements)["ep"] == Shard(0)

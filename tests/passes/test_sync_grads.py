@@ -38,9 +38,7 @@ def dense() -> golden.Line:
     return golden.Line()
 
 
-@pytest.mark.parametrize(
-    ("dp", "ep", "experts"), [(2, 1, ["dp"]), (2, 2, []), (4, 2, ["edp"]), (4, 4, []), (1, 1, [])]
-)
+@pytest.mark.parametrize(("dp", "ep", "experts"), [(2, 1, ["dp"]), (2, 2, []), (4, 2, ["edp"]), (4, 4, []), (1, 1, [])])
 def test_axes_follow_from_where_the_parameter_is_whole(dp: int, ep: int, experts: list[str]) -> None:
     found = axes(rewrite(plan=Plan(dp=dp, ep=ep)).program)
     assert found == {"w1": experts, "w2": experts, "gate_weight": ["dp"] if dp > 1 else []}
@@ -55,7 +53,9 @@ def test_effect() -> None:
 
 def test_one_bucket_a_group() -> None:
     program = rewrite(plan=Plan(dp=4, ep=2), model=golden.Stack()).program
-    sums = [node for node in graphs.find(program.graph, ops.all_reduce) if meta.direction(node) is meta.Direction.BACKWARD]
+    sums = [
+        node for node in graphs.find(program.graph, ops.all_reduce) if meta.direction(node) is meta.Direction.BACKWARD
+    ]
     assert [node.args[2] for node in sums] == ["edp", "dp"]
 
 

@@ -38,6 +38,7 @@ class Config:
     aux: float = 0.0
     normalize: bool = True
     dropout: float = 0.0
+    rotary: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -158,6 +159,26 @@ class MoeLayer(nn.Module):
         return out.reshape(shape), self.config.experts * (share * scores.mean(0)).sum()
 
 
+class HandNorm(nn.Module):
+    """An RMS norm as it is written by hand."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """A rotary position embedding of ``[..., S, D]``."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 10 ** torch.arange(half, dtype=x.dtype)
+    cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos + turned * sin
+
+
 class Block(nn.Module):
     """Causal attention with two heads, then the MoE layer."""
 
@@ -167,13 +188,16 @@ class Block(nn.Module):
         self.norm_1 = nn.LayerNorm(config.hidden, bias=config.bias)
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=config.bias)
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
-        self.norm_2 = nn.RMSNorm(config.hidden)
+        self.norm_2 = HandNorm(config.hidden)
+        self.rotary = config.rotary
         self.moe = MoeLayer(config)
 
     def forward(self, x: Tensor, push: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, length, hidden = x.shape
         qkv = self.qkv(self.norm_1(x)).reshape(batch, length, 3, 2, hidden // 2).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
+        if self.rotary:
+            query, key = rotated(query), rotated(key)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + F.dropout(self.out(seen.transpose(1, 2).reshape(batch, length, hidden)), self.dropout, self.training)
         out, balance = self.moe(self.norm_2(x), push)
@@ -188,6 +212,7 @@ class TinyMoe(nn.Module):
         self.config = config
         self.embed = nn.Embedding(VOCAB, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCAB, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -197,7 +222,7 @@ class TinyMoe(nn.Module):
         for layer in self.layers:
             x, extra = layer(x, push)
             balance = balance + extra
-        logits = self.head(x)
+        logits = self.head(self.norm(x))
         loss = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100)
         return {"loss": loss + self.config.aux * balance, "logits": logits, "balance": balance}
 

@@ -19,7 +19,7 @@ from moecompile.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "input_ids=int64[2,8]<32,labels=int64[2,8]<32"
-MODEL = f"{__name__}:tiny"
+MODEL = "tests.unit.test_cli:tiny"
 
 
 def tiny() -> nn.Module:

@@ -56,7 +56,10 @@ def test_options_are_typed(options: dict[str, str], expected: Sample) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"speed": "1"}, "option 'speed' is not known; the options of this pass are: flag, count, ratio, mode, limit, label"),
+        (
+            {"speed": "1"},
+            "option 'speed' is not known; the options of this pass are: flag, count, ratio, mode, limit, label",
+        ),
         ({"flag": "yes"}, "flag=yes must be true or false"),
         ({"count": "many"}, "count=many is not of type int; give a value like 0"),
         ({"mode": "slow"}, "mode=slow is not one of fast, safe; choose one of these"),

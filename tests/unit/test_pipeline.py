@@ -99,6 +99,7 @@ def test_a_text_that_cannot_be_read_is_refused(text: str, told: str) -> None:
         ("recognize-moe,shard-dense,shard-dense", "'shard-dense' would run twice, since LOSS_SHARES holds"),
         ("recognize-moe,shard-dense,lower-ops,differentiate", "'differentiate' needs the fact MOE_OPS"),
         ("recognize-moe,shard-dense,sync-loss,differentiate", "'differentiate' needs the fact LOSS_SHARES"),
+        ("recognize-moe,shard-experts,shard-dense", "'shard-dense' cannot run once the fact EXPERTS_SHARDED holds"),
         ("recognize-moe,shard-dense,normalize-loss", "'normalize-loss' cannot run once the fact TOKENS_SHARDED holds"),
     ],
 )  # fmt: skip
@@ -117,7 +118,7 @@ def test_the_preset_is_legal() -> None:
 
 def test_a_fact_nobody_provides() -> None:
     without = {name: kind for name, kind in PASSES.items() if name != "shard-experts"}
-    with pytest.raises(PassError, match="EXPERTS_SHARDED .*; put a pass that provides it before it"):
+    with pytest.raises(PassError, match=r"EXPERTS_SHARDED .*; put a pass that provides it before it"):
         pipelines.check_order((InsertDispatch(),), without, frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED}))
 
 
@@ -193,9 +194,7 @@ def _crash(self: Pass, graph: Any, ctx: PassContext) -> int:
     raise ZeroDivisionError("a bug")
 
 
-@pytest.mark.parametrize(
-    ("how", "kind"), [(_fail, PassError), (_break, VerifyError), (_crash, ZeroDivisionError)]
-)
+@pytest.mark.parametrize(("how", "kind"), [(_fail, PassError), (_break, VerifyError), (_crash, ZeroDivisionError)])
 def test_a_failure_leaves_all_that_is_needed_to_see_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any, kind: type[Exception]
 ) -> None:

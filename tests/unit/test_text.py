@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import moecompile as mc
-from moecompile import meta, ops
 from moecompile import graph as graphs
+from moecompile import meta, ops
 from moecompile.compiled import CompiledCall
 from moecompile.errors import CaptureError
 from moecompile.plan import Plan
@@ -94,7 +94,10 @@ def test_values_directions_modules_and_interface_survive(saved: Path) -> None:
 
 def test_passes_go_on_with_a_loaded_program(tmp_path: Path) -> None:
     """Half the pipeline, through text, the other half: the same text as in one go."""
-    first, second = "recognize-moe,record-metrics,shard-dense", "shard-experts,insert-dispatch,differentiate,sync-loss,sync-grads"
+    first, second = (
+        "recognize-moe,record-metrics,shard-dense",
+        "shard-experts,insert-dispatch,differentiate,sync-loss,sync-grads",
+    )
     whole = golden.run(golden.captured(), f"{first},{second}")
     half = golden.run(golden.captured(), first)
     half.save(tmp_path / "half.py")
@@ -121,7 +124,9 @@ def test_a_deleted_reduction_of_gradients_loads_runs_and_breaks_parity(saved: Pa
 
 def test_a_deleted_reduction_of_the_loss_breaks_parity(saved: Path) -> None:
     """Here the line goes and its user reads what the line read."""
-    line = re.search(r"^    (\w+) = torch\.ops\.moe\.all_reduce\.default\((add\w*), 'sum', 'dp'\).*\n", saved.read_text(), re.M)
+    line = re.search(
+        r"^    (\w+) = torch\.ops\.moe\.all_reduce\.default\((add\w*), 'sum', 'dp'\).*\n", saved.read_text(), re.M
+    )
     assert line is not None
     edit(saved, re.escape(line.group(0)), "")
     edited = mc.load(edit(saved, rf"return \({line.group(1)},", f"return ({line.group(2)},"))
@@ -129,7 +134,9 @@ def test_a_deleted_reduction_of_the_loss_breaks_parity(saved: Path) -> None:
 
 
 def test_a_line_written_in_plain_torch_is_a_node(saved: Path) -> None:
-    edited = mc.load(edit(saved, r"    return \((\w+),", r"    twice = 2 * torch.add(\1, torch.zeros(()))\n    return (twice,"))
+    edited = mc.load(
+        edit(saved, r"    return \((\w+),", r"    twice = 2 * torch.add(\1, torch.zeros(()))\n    return (twice,")
+    )
     added = [node.name for node in edited.graph.nodes if node.name not in {one.name for one in program().graph.nodes}]
     assert len(added) == 3 and added[-1] == "twice"
     assert worst(edited) > 0.5

@@ -242,7 +242,9 @@ def loop_left(program: Program) -> None:
     weight = next(node for node in program.placeholders() if node.name == "gate_weight")
     with program.graph.inserting_before(one(program, ops.permute)):
         mask = graphs.call(program.graph, aten.gt.Scalar, x, 0, like=x)
-        size = graphs.call(program.graph, aten._local_scalar_dense.default, graphs.call(program.graph, aten.sum.default, mask))
+        size = graphs.call(
+            program.graph, aten._local_scalar_dense.default, graphs.call(program.graph, aten.sum.default, mask)
+        )
         picked = graphs.call(program.graph, aten.new_zeros.default, x, [size, golden.WIDTH], like=x)
         graphs.call(program.graph, aten.linear.default, picked, weight, like=x)
 
@@ -344,7 +346,9 @@ def test_a_stale_value_is_found(pipeline: str, what: str) -> None:
             node.meta["val"] = found.to(torch.float32)
         else:
             set_arg(one(program, ops.combine), 3, 5)
-    with pytest.raises(VerifyError, match=r"is recorded as .*, but its op gives .*; call graph\.refresh\(\) after changing"):
+    with pytest.raises(
+        VerifyError, match=r"is recorded as .*, but its op gives .*; call graph\.refresh\(\) after changing"
+    ):
         verify_values(program)
 
 
@@ -390,6 +394,7 @@ def test_the_pipeline_verifies_after_each_pass(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(InsertDispatch, "run", faulty)
     with pytest.raises(
-        VerifyError, match=r"after pass 'insert-dispatch' \(run before it: recognize-moe, record-metrics, shard-dense, shard-experts\)"
+        VerifyError,
+        match=r"after pass 'insert-dispatch' \(run before it: recognize-moe, record-metrics, shard-dense, shard-experts\)",
     ):
         golden.run(golden.captured(PLAN, Balanced()), STEP)
