@@ -115,7 +115,8 @@ class CompiledCall:
         if item.kind is InputKind.CONSTANT:
             return self.program.constants[item.name]
         if item.kind is InputKind.BATCH:
-            return leaves[item.leaf] if self.differentiable else leaves[item.leaf].detach()
+            leaf = leaves[item.leaf].contiguous()  # as the program was captured: a view of a slice would fail
+            return leaf if self.differentiable else leaf.detach()
         if item.kind is InputKind.OFFSET:
             return torch.tensor(self.mesh.axis_index(item.axis, self.groups.rank) * item.stride)
         if item.kind in (InputKind.SCALE, InputKind.SEED):

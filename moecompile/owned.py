@@ -77,9 +77,11 @@ class OwnedTensor(Tensor):
             return OwnedTensor(None, source.shape, like, source._owner, source._group)
         if func is aten.copy_.default and isinstance(source, OwnedTensor):
             value = args[1]._local if isinstance(args[1], OwnedTensor) else args[1]
-            if source._local is not None and value is not None:
+            if source._local is None:
+                return source
+            if value is not None:
                 source._local.copy_(value)
-            return source
+                return source
         raise RuntimeError(
             f"{func} was called on a tensor that only the ranks of expert coordinate {args and getattr(source, '_owner', '?')} hold; "
             "call its full_tensor(), or use moecompile.full_state_dict(model)."

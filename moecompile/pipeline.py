@@ -97,6 +97,13 @@ def _check_place(item: Pass, table: PassTable, held: frozenset[Fact], level: Lev
             f"pipeline: '{item.name}' cannot run once the fact {fact.name} holds ({fact.value}); "
             f"put it before {_givers(fact, table)}."
         )
+    halfway = Fact.EXPERTS_SHARDED in held and Fact.TOKENS_DISPATCHED not in held
+    if halfway and item.provides & {Fact.DIFFERENTIATED, Fact.LOWERED}:
+        fact = Fact.TOKENS_DISPATCHED
+        raise PassError(
+            f"pipeline: '{item.name}' stands where the experts are cut but the fact {fact.name} ({fact.value}) does not hold; "
+            f"put {_givers(fact, table)} before it."
+        )
     if item.provides and item.provides <= held:
         fact = _sorted(item.provides)[0]
         raise PassError(

@@ -78,7 +78,7 @@ def _value(model: nn.Module, program: Program, item: Input, rank: int, leaves: S
     if item.kind is InputKind.CONSTANT:
         return program.constants[item.name]
     if item.kind is InputKind.BATCH:
-        return leaves[item.leaf]
+        return leaves[item.leaf].contiguous()
     if item.kind is InputKind.OFFSET:
         return torch.tensor(mesh.axis_index(item.axis, rank) * item.stride)
     if item.kind is InputKind.SEED:

@@ -72,7 +72,7 @@ def operand_of(node: Node) -> Node | None:
         return source
     if node.target in _FLIPS and source.target is node.target and source.args[1:] == node.args[1:]:
         return source.args[0] if isinstance(source.args[0], Node) else None
-    neutral = {aten.add.Tensor: 0, aten.sub.Tensor: 0, aten.mul.Tensor: 1, aten.div.Tensor: 1}.get(node.target)
+    neutral = {aten.add.Tensor: 0, aten.sub.Tensor: 0, aten.mul.Tensor: 1, aten.div.Tensor: 1}.get(node.target)  # type: ignore[call-overload]
     is_number = len(node.args) == 2 and not node.kwargs and isinstance(node.args[1], (int, float))
     # x + 0 turns -0.0 into 0.0: only integers are left alone by it
     exact = neutral == 1 or not before.is_floating_point()

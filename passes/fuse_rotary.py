@@ -112,5 +112,7 @@ def _factor(product: Node | None, known: Node) -> Node | None:
 def _fit(x: Node, cos: Node, sin: Node) -> bool:
     """Whether cos and sin have the shape, up to broadcasting, and the dtype of x."""
     a, b, c = (meta.tensor(node) for node in (x, cos, sin))
-    alike = b.shape == c.shape and a.dtype == b.dtype == c.dtype and a.dim() == b.dim() and a.dim() >= 2
-    return bool(alike and a.shape[-1] == b.shape[-1]) and all(m in (1, n) for n, m in zip(a.shape, b.shape, strict=True))
+    if a.dtype != b.dtype or b.dtype != c.dtype or not a.dim() == b.dim() == c.dim() >= 2:
+        return False
+    sizes = zip(a.shape, b.shape, c.shape, strict=True)
+    return bool(a.shape[-1] == b.shape[-1]) and all(m in (1, n) and m == k for n, m, k in sizes)

@@ -210,7 +210,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x * cos + (-x2, x1) * sin, in three passes over x in the order in which it lies in memory."""
     check_rotary(x, cos, sin)
     half = x.shape[-1] // 2
-    order = [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim)), x.dim() - 1]
+    order = [*sorted(range(x.dim() - 1), key=lambda dim: -x.stride()[dim]), x.dim() - 1]
     # The angles are spread out but for the outermost dimensions that share them: long inner loops without broadcasting.
     shared = 0
     while shared < x.dim() - 1 and cos.shape[order[shared]] == 1:

@@ -35,7 +35,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _silu_grad(grad: Tensor, gate: Tensor) -> Tensor:
     """silu'(gate) * grad, with ATen's own op, or written out where it has to be differentiable again."""
     if not torch.is_grad_enabled():
-        return aten.silu_backward.default(grad, gate)
+        found: Tensor = aten.silu_backward.default(grad, gate)
+        return found
     s = torch.sigmoid(gate)
     return grad * s * (1 + gate * (1 - s))
 

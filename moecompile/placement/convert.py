@@ -23,7 +23,7 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
         whole = walk.convert(made, like, axis, have, REPLICATE)
         return walk.convert(whole, like, axis, REPLICATE, want)
     if isinstance(have, Partial) and isinstance(want, Replicate):
-        new = walk.call(ops.all_reduce, made, "sum", axis, like=like)
+        new = _add_up(walk, made, like, axis)
     elif isinstance(have, Replicate) and isinstance(want, Partial):
         new = _share(walk, made, like, axis)
     elif isinstance(have, Replicate) and isinstance(want, Shard) and not want.rows:
@@ -37,6 +37,16 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
     placed = {**meta.placements(made), axis: want}
     meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
     return new
+
+
+def _add_up(walk: Walk, made: Node, like: Node, axis: str) -> Node:
+    """An all-reduce; parts in a narrow type are added in float32, so that many ranks cost one rounding and not one each."""
+    dtype = meta.tensor(made).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return walk.call(ops.all_reduce, made, "sum", axis, like=like)
+    wide = walk.call(aten._to_copy.default, made, like=like, dtype=torch.float32)
+    total = walk.call(ops.all_reduce, wide, "sum", axis, like=like)
+    return walk.call(aten._to_copy.default, total, like=like, dtype=dtype)
 
 
 def _slice(walk: Walk, made: Node, like: Node, axis: str, want: Shard) -> Node:

@@ -26,7 +26,9 @@ _CASTS = [
     aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.type_as.default, aten.to.other,
     aten._autocast_to_reduced_precision.default, aten._autocast_to_full_precision.default,
 ]  # fmt: skip
-_LIKE = [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default]
+_LIKE = [
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.fill.Scalar,
+]  # fmt: skip
 # elementwise ops that torch does not tag as such
 _EXTRA = {
     *_LINEAR_UNARY, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Tensor, aten.rsub.Tensor,
@@ -34,7 +36,7 @@ _EXTRA = {
     aten.log_sigmoid.default, aten.floor_divide.default, aten.floor_divide.Scalar, aten.isreal.default, aten.bitwise_not.default,
     aten.special_expit.default, aten.special_log1p.default, aten.special_expm1.default, aten.absolute.default, aten.negative.default,
     aten.divide.Tensor, aten.multiply.Tensor, aten.subtract.Tensor, aten.greater.Tensor, aten.less.Tensor, aten.not_equal.Tensor,
-    aten.greater_equal.Tensor, aten.less_equal.Tensor, aten.complex.default, aten.polar.default,
+    aten.greater_equal.Tensor, aten.less_equal.Tensor, aten.complex.default, aten.copy.default, aten.polar.default,
 }  # fmt: skip
 _NOT_ELEMENTWISE = {aten.equal.default, aten.frexp.Tensor, aten.rrelu.default}
 

@@ -172,6 +172,49 @@ def _emit_index(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node 
     return None
 
 
+def index_put(call: Call) -> Decision:
+    """``x[mask] = number`` for a boolean mask over the first dims; and counting, ``x.index_put([ids], values, accumulate=True)``."""
+    target, indices, values = call.args[0], call.args[1], call.get("values")
+    if not any(isinstance(call.placed(item), Shard) for item in call.tensors()):
+        return Decision(REPLICATE, call.reduced())
+    (ids, *others) = indices
+    if others or ids is None:
+        raise NoRuleError(
+            "it writes through several indices into the batch, which is spread over ranks; use torch.where."
+        )
+    if meta.tensor(ids).dtype == torch.bool:
+        return _masked_write(call, target, ids, values)
+    cut, needs = align(call, [ids, values], len(call.shape(ids)))
+    if (
+        cut is None
+        or isinstance(call.placed(target), Shard)
+        or not call.get("accumulate")
+        or len(call.shape(target)) != 1
+    ):
+        raise NoRuleError(
+            "it writes to places of the batch, which is spread over ranks; use torch.where or scatter_add."
+        )
+    if not isinstance(call.placed(target), Partial):
+        needs.want(target, PARTIAL)
+    return Decision(PARTIAL, needs)
+
+
+def _masked_write(call: Call, target: Node, mask: Node, values: Node) -> Decision:
+    """The mask has the first dims of the target; the value is one number."""
+    if call.shape(values):
+        raise NoRuleError("it writes a tensor through a mask, in an order that ranks cannot know; use torch.where.")
+    placed, found = call.placed(target), call.placed(mask)
+    cuts = {item for item in (placed, found) if isinstance(item, Shard)}
+    if len(cuts) > 1:
+        raise NoRuleError("its operands are cut differently; keep the batch dim in one place.")
+    cut = cuts.pop()
+    needs = call.reduced()
+    for item in (target, mask):
+        needs.pop(item, None)
+        follow(call, needs, item, cut, cut.dim if cut.dim < len(call.shape(item)) else -1)
+    return Decision(cut, needs)
+
+
 def index_select(call: Call) -> Decision:
     source, ids = call.args[0], call.get("index")
     dim = call.get("dim") % max(len(call.shape(source)), 1)
@@ -214,6 +257,7 @@ RULES: dict[Any, Rule] = {
     aten.scatter_add.default: scatter_add,
     aten.index_add.default: index_add,
     aten.index.Tensor: index,
+    aten.index_put.default: index_put,
     aten.index_select.default: index_select,
     aten.one_hot.default: one_hot,
     aten.embedding.default: embedding,

@@ -101,6 +101,10 @@ def elements(call: Call) -> Decision:
     cut, needs = align(call, call.tensors(), max(map(len, shapes)))
     if cut is None:
         return Decision(REPLICATE, call.reduced())
+    if cut.rows and call.get("reduction") == _MEAN:
+        raise NoRuleError(
+            "a mean over the rows of an expert region would weigh ranks by their rows; use reduction='sum'."
+        )
     return Decision(cut if call.get("reduction") == _NONE else PARTIAL, needs)
 
 

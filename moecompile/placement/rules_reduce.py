@@ -41,6 +41,8 @@ def additive(call: Call) -> Decision:
     placed = call.placed(source)
     dims, keepdim = _read(call.node)
     if isinstance(placed, Shard):
+        if placed.rows and placed.dim in dims and call.node.target in _MEANS:
+            raise NoRuleError("a mean over the rows of an expert region would weigh ranks by their rows; use a sum.")
         return Decision(PARTIAL if placed.dim in dims else _after(placed, dims, keepdim))
     linear = call.node.target in _LINEAR and keeps_sum(meta.tensor(source).dtype, meta.tensor(call.node).dtype)
     return Decision(PARTIAL) if linear else Decision(REPLICATE, call.reduced())
@@ -126,7 +128,8 @@ def _emit_across(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node
     return made
 
 
-_LINEAR = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_LINEAR = {aten.sum.default, aten.sum.dim_IntList, *_MEANS}
 _ACROSS: dict[Any, str] = {
     **dict.fromkeys([aten.any.default, aten.any.dim, aten.any.dims, aten.max.default, aten.amax.default], "max"),
     **dict.fromkeys([aten.all.default, aten.all.dim, aten.all.dims, aten.min.default, aten.amin.default], "min"),
@@ -162,7 +165,7 @@ RULES: dict[Any, Rule] = {
 }  # fmt: skip
 
 EMITTERS: dict[Any, Emitter] = {
-    **dict.fromkeys([aten.mean.default, aten.mean.dim], _emit_mean),
+    **dict.fromkeys(_MEANS, _emit_mean),
     **dict.fromkeys(_ACROSS, _emit_across),
 }
 

@@ -254,8 +254,14 @@ def _same_shape(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _refuse_stateful(node: Node) -> None:
-    """In-place writes and random draws have no meaning that placements could keep."""
+    """In-place writes and random draws have no meaning that placements could keep; lists are read through getitem only."""
     target = node.target
+    for item in node.all_input_nodes:
+        if isinstance(meta.value(item), (tuple, list)):
+            raise PassError(
+                f"shard-dense: {meta.where(node)} reads all results of {item.name} at once, whose placements may differ; take "
+                f"them one by one."
+            )
     if not isinstance(target, OpOverload):
         return
     if target._schema.is_mutable:

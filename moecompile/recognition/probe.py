@@ -98,7 +98,11 @@ class Evaluator:
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = self.scale.arguments(node, (node.args, node.kwargs))
-        made = target(*_resolved(args, values), **_resolved(kwargs, values))
+        try:
+            made = target(*_resolved(args, values), **_resolved(kwargs, values))
+        except Exception as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UnknownError(f"{meta.where(node)} ({target}) could not be tried on probes: {first}") from error
         return torch.zeros_like(made) if target in _EMPTY else made  # never written elements mean nothing
 
 

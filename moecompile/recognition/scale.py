@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from moecompile import meta
+from moecompile.compat import tree_flatten, tree_map
 from moecompile.recognition import rowwise
 from moecompile.recognition.choices import Choice
 
@@ -115,7 +115,7 @@ def _largest_limit(nodes: list[Node], known: set[int]) -> int | None:
     """The largest number that may cut tokens off; None where a token count stands where it is not understood."""
     floor = 0
     for node in nodes:
-        for item in tree_leaves((node.args, node.kwargs)):
+        for item in tree_flatten((node.args, node.kwargs))[0]:
             if type(item) is not int or abs(item) >= _ENDLESS:
                 continue
             if item in known and node.target not in _SHAPED | _LIMITS:

@@ -95,7 +95,7 @@ class WeightReader:
             return None
         if node.target is operator.getitem and source.target in rowwise.PIECES:
             dim = source.args[1 if source.target is aten.unbind.int else 2 :]
-            whole = self.setting.one(source.args[0])
+            whole = self.setting.one(source.args[0])  # type: ignore[arg-type]
             if whole not in self.setting.shared or (dim and dim[0] != 0):
                 return None
             if source.target is aten.unbind.int:

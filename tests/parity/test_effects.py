@@ -180,7 +180,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """One pipeline in which each pass first runs with an empty body and then for real."""
-    part = slice_for(slice_for(BATCH, PLAN, 0), Plan(dp=PLAN.microbatches), 0)
+    part = slice_for(BATCH, PLAN, 0)
     request = Request((), part, PLAN)
     program = as_program(capture(build(CONFIG), request), request)
     found = {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moecompile import ops
 from moecompile.plan import Plan
 from tests.support import moe_styles as styles
+from tests.support.moe_stacked_styles import STACKED, FlatStorage
 from tests.support.parity import Batch, LockStep, compare, plain
 
 PLAN = Plan(dp=2, ep=2)
@@ -39,7 +40,7 @@ def batch(seed: int) -> Batch:
 
 
 # FlatStorage keeps its experts in rows of one matrix, a layout that shard-experts does not cut.
-STYLES = [kind for kind in styles.ACCEPTED if kind is not styles.FlatStorage]
+STYLES = [kind for kind in (*styles.SEPARATE, *STACKED) if kind is not FlatStorage]
 
 
 @pytest.mark.parametrize("kind", STYLES, ids=lambda kind: kind.__name__)

@@ -24,11 +24,14 @@ from moecompile.plan import Plan
 from moecompile.printer import graph_text
 from moecompile.program import InputKind, Program
 from moecompile.recognition import match
+from tests.support import moe_look_alikes as look_alikes
+from tests.support import moe_stacked_styles as stacked
 from tests.support import moe_styles as styles
 from tests.support.golden import Block, Golden, Rewrite, assert_needs
 
 ONE = Plan(dp=1)
 TOKENS = 13
+ACCEPTED = [*styles.SEPARATE, *stacked.STACKED]
 
 
 def program_of(model: nn.Module, *args: Tensor, plan: Plan = ONE) -> Program:
@@ -100,7 +103,7 @@ def style(kind: type[styles.Layer]) -> tuple[nn.Module, Program]:
     return model, recognised(model, tokens())
 
 
-@pytest.mark.parametrize("kind", styles.ACCEPTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ACCEPTED, ids=lambda kind: kind.__name__)
 def test_same_meaning(kind: type[styles.Layer]) -> None:
     """Result and every gradient, on several batches: experts in use, all tokens alike, experts with one token."""
     model, program = style(kind)
@@ -111,7 +114,7 @@ def test_same_meaning(kind: type[styles.Layer]) -> None:
         assert difference(program, model, batch) < 1e-12
 
 
-@pytest.mark.parametrize("kind", styles.ACCEPTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ACCEPTED, ids=lambda kind: kind.__name__)
 def test_canonical_form(kind: type[styles.Layer]) -> None:
     """One permute, grouped linears, one unpermute; the old way is gone, and with it every unknown size."""
     model, program = style(kind)
@@ -125,7 +128,7 @@ def test_canonical_form(kind: type[styles.Layer]) -> None:
 
     (record,) = program.layers
     assert (record["num_experts"], record["top_k"]) == (styles.EXPERTS, kind.top_k)
-    assert re.search(r"moe_styles\.py:\d+$", record["source"]) and record["how"]
+    assert re.search(r"moe_(stacked_)?styles\.py:\d+$", record["source"]) and record["how"]
     names = {name for item in program.inputs for name in item.fqns}
     assert set(record["params"]) <= names == set(dict(model.named_parameters())) | {"bias"} & names
 
@@ -153,7 +156,7 @@ def test_swapped_experts_are_seen() -> None:
 
 def test_layers_of_a_deep_model() -> None:
     model = nn.Sequential(
-        styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), styles.DenseBmm(), styles.SortUnsort()
+        styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), stacked.DenseBmm(), styles.SortUnsort()
     ).double()
     program = recognised(model, tokens())
     assert [(record["module"], record["how"].split()[0]) for record in program.layers] == [
@@ -206,7 +209,7 @@ def test_large_layers_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 # Declines ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [styles.NoMoe, styles.SoftMixture])
+@pytest.mark.parametrize("kind", [look_alikes.NoMoe, look_alikes.SoftMixture])
 def test_nothing_to_recognise(kind: type[nn.Module]) -> None:
     program = program_of(made(kind), tokens())
     before = graph_text(program)
@@ -216,7 +219,7 @@ def test_nothing_to_recognise(kind: type[nn.Module]) -> None:
 
 def test_no_moe_cannot_be_expert_parallel() -> None:
     with pytest.raises(CaptureError, match=r"no MoE layer, and ep=2 needs one; use ep=1"):
-        recognised(made(styles.NoMoe), tokens(), plan=Plan(dp=2, ep=2))
+        recognised(made(look_alikes.NoMoe), tokens(), plan=Plan(dp=2, ep=2))
 
 
 def test_layer_in_moe_ops_is_recorded() -> None:
@@ -239,14 +242,14 @@ def test_runs_twice() -> None:
 # Rejects ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", styles.REFUSED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", look_alikes.REFUSED, ids=lambda kind: kind.__name__)
 def test_refused(kind: type[styles.Layer]) -> None:
     """The sentence says where, what, and what to try."""
     with pytest.raises(CaptureError) as refused:
         recognised(made(kind), tokens())
     message = str(refused.value)
-    assert styles.REFUSED[kind] in message and message.endswith(".") and message.count("recognize-moe") == 1
-    assert re.search(r"moe_styles\.py:\d+|experts\.\d", message)
+    assert look_alikes.REFUSED[kind] in message and message.endswith(".") and message.count("recognize-moe") == 1
+    assert re.search(r"moe_\w+\.py:\d+|experts\.\d", message)
     assert any(advice in message for advice in ("accepted forms", "freeze all", "parameter of its own"))
 
 

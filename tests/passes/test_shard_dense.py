@@ -44,8 +44,8 @@ def scale() -> nn.Module:
     return golden.Scale()
 
 
-def _rewrite(plan: Plan = Plan(dp=2), model: nn.Module | None = None) -> golden.Rewrite:
-    return golden.rewrite("recognize-moe", "shard-dense", plan, model)
+def _rewrite(plan: Plan | None = None, model: nn.Module | None = None) -> golden.Rewrite:
+    return golden.rewrite("recognize-moe", "shard-dense", plan or Plan(dp=2), model)
 
 
 def assert_cut(program: Program) -> None:
@@ -106,7 +106,9 @@ def batch(rows: int = ROWS) -> dict[str, Tensor]:
 def sharded(model: nn.Module, given: dict[str, Tensor], plan: Plan) -> tuple[Program, list[dict[str, Tensor]]]:
     """The program after shard-dense, and what each rank passes."""
     dp, dims = plan.num_data_ranks, dict(plan.batch_dims or {})
-    local = [{k: v.chunk(dp, d)[r] if (d := dims.get(k, 0)) is not None else v for k, v in given.items()} for r in range(dp)]
+    local = [
+        {k: v.chunk(dp, d)[r] if (d := dims.get(k, 0)) is not None else v for k, v in given.items()} for r in range(dp)
+    ]
     request = Request((), local[0], plan)
     program = as_program(capture(model, request), request)
     program.facts = frozenset({Fact.MOE_OPS})

@@ -171,9 +171,9 @@ class HandNorm(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """A rotary position embedding of ``[..., S, D]``."""
+    """A rotary position embedding of ``[B, heads, S, D]``."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 10 ** torch.arange(half, dtype=x.dtype)
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[None, None, :, None] / 10 ** torch.arange(half, dtype=x.dtype)
     cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * cos + turned * sin

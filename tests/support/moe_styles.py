@@ -1,7 +1,7 @@
-"""One tiny model for each way people write an MoE layer by hand, and look-alikes that must be refused.
+"""One tiny model for each way people write an MoE layer by hand, with experts that are modules of their own.
 
-Every accepted model is a `Layer` that maps ``[tokens, width]`` to the same shape, with E = 4 experts and top-2 routing
-unless its name says otherwise.  `REFUSED` maps a model to a word of the sentence that refuses it.
+Every model is a `Layer` that maps ``[tokens, width]`` to the same shape, with E = 4 experts and top-2 routing unless its
+name says otherwise.
 """
 
 from __future__ import annotations
@@ -366,306 +366,28 @@ class LoraExperts(Layer):
         return y
 
 
-class Stacked(Layer):
-    """Weights ``[E, in, out]``."""
-
-    def make(self) -> None:
-        self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.3)
-        self.w3 = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.3)
-        self.w2 = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.3)
-
-    def masked(self, x: Tensor) -> Tensor:
-        """Weights ``[tokens, E]``, zero where not chosen."""
-        w, ids = self.route(x)
-        return torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, w)
-
-
-class StackedMatmul(Stacked):
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e in range(EXPERTS):
-            t, k = torch.where(ids == e)
-            hidden = F.silu(x[t] @ self.w1[e]) * (x[t] @ self.w3[e])
-            y.index_add_(0, t, hidden @ self.w2[e] * w[t, k, None])
-        return y
-
-
-class StackedUnbind(Stacked):
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, (w1, w3, w2) in enumerate(zip(self.w1.unbind(0), self.w3.unbind(0), self.w2.unbind(0), strict=True)):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, t, torch.mm(F.silu(torch.mm(x[t], w1)) * torch.mm(x[t], w3), w2) * w[t, k, None])
-        return y
-
-
-class StackedLinear(Layer):
-    """``F.linear`` over slices ``[E, out, in]`` with biases, gate and up fused, the hit list of newer Hugging Face models."""
-
-    def make(self) -> None:
-        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) * 0.3)
-        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER) * 0.3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.3)
-        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
-        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
-            e = hit[0]
-            k, t = torch.where(mask[e])
-            gate, up = F.linear(x[t], self.gate_up[e], self.gate_up_bias[e]).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, self.down[e], self.down_bias[e])
-            y.index_add_(0, t, (rows * w[t, k, None]).to(y.dtype))
-        return y
-
-
-class FlatStorage(Layer):
-    """The DBRX form: weights ``[E * inner, width]`` seen as ``[E, inner, width]``."""
-
-    def make(self) -> None:
-        self.w1 = nn.Parameter(torch.randn(EXPERTS * INNER, WIDTH) * 0.3)
-        self.w2 = nn.Parameter(torch.randn(EXPERTS * INNER, WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        w1, parts = self.w1.view(EXPERTS, INNER, WIDTH), self.w2.chunk(EXPERTS, dim=0)
-        for e in range(EXPERTS):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, t, F.gelu(x[t] @ w1[e].t()) @ parts[e] * w[t, k, None])
-        return y
-
-
-class DenseBmm(Stacked):
-    def forward(self, x: Tensor) -> Tensor:
-        every = x.unsqueeze(0).expand(EXPERTS, -1, -1)
-        hidden = F.silu(torch.bmm(every, self.w1)) * torch.bmm(every, self.w3)
-        return (torch.bmm(hidden, self.w2) * self.masked(x).t().unsqueeze(-1)).sum(0)
-
-
-class DenseEinsum(Stacked):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(torch.einsum("th,ehi->tei", x, self.w1)) * torch.einsum("th,ehi->tei", x, self.w3)
-        return torch.einsum("teh,te->th", torch.einsum("tei,eih->teh", hidden, self.w2), self.masked(x))
-
-
-class DenseGptOss(Layer):
-    """Repeated tokens, bmm with biases ``[E, 1, out]``, interleaved gate and up, clamps."""
-
-    def make(self) -> None:
-        self.gate_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * INNER) * 0.3)
-        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER) * 0.3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.3)
-        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        weights = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter_(1, ids, w)
-        every = x.repeat(EXPERTS, 1).view(EXPERTS, -1, WIDTH)
-        both = torch.bmm(every, self.gate_up) + self.gate_up_bias[..., None, :]
-        gate, up = both[..., ::2], both[..., 1::2]
-        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
-        rows = torch.bmm((up + 1) * (gate * torch.sigmoid(gate * 1.702)), self.down) + self.down_bias[..., None, :]
-        return (rows * weights.transpose(0, 1)[..., None]).sum(dim=0)
-
-
-class OneHotDispatch(Stacked):
-    """GShard: one-hot dispatch and combine over slots, as many slots as there are tokens."""
-
-    slots = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        slots = self.slots or x.shape[0]
-        chosen = F.one_hot(ids, EXPERTS)
-        place = (
-            chosen.permute(1, 0, 2).reshape(-1, EXPERTS).cumsum(0).reshape(TOP_K, -1, EXPERTS).permute(1, 0, 2) * chosen
-            - 1
-        )
-        keep = (place >= 0) & (place < slots)
-        slot = F.one_hot(place.clamp(0, slots - 1), slots) * keep.unsqueeze(-1)
-        combine = (slot * w[:, :, None, None]).sum(1)
-        rows = torch.einsum("tec,th->ech", slot.sum(1).to(x.dtype), x)
-        hidden = F.silu(torch.einsum("ech,ehi->eci", rows, self.w1)) * torch.einsum("ech,ehi->eci", rows, self.w3)
-        return torch.einsum("tec,ech->th", combine, torch.einsum("eci,eih->ech", hidden, self.w2))
-
-
-ACCEPTED: list[type[Layer]] = [
-    WhereLoop, WhereLoopShared, HitList, BoolMask, UniqueIds, SortSplit, SortUnsort, RepeatMask, ChoiceLoop, BackwardLoop,
-    SwitchTop1, ArgmaxTop1, SortedScores, BiasedGroups, DenseLoop, DenseMaskedProbs, StackedOutputs, BiasNormExperts,
-    LinearLists, WeightBeforeDown, LinearExperts, DetachedWeights, LoraExperts, StackedMatmul, StackedUnbind, StackedLinear,
-    FlatStorage, DenseBmm, DenseEinsum, DenseGptOss, OneHotDispatch,
-]  # fmt: skip
-
-
-# Look-alikes ----------------------------------------------------------------------------------------------------
-
-
-class SeesNeighbours(Layer):
-    """An expert that reads the row above."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            rows = x[t]
-            y.index_add_(0, t, expert(rows + rows.roll(1, 0)) * w[t, k, None])
-        return y
-
-
-class CentersRows(Layer):
-    """An expert that subtracts the mean over its rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            rows = expert(x[t])
-            y.index_add_(0, t, (rows - rows.mean(0, keepdim=True)) * w[t, k, None])
-        return y
-
-
-class WeightInside(Layer):
-    """The weight on the input of a nonlinear expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, t, expert(x[t] * w[t, k, None]))
-        return y
-
-
-class WeightBeforeBias(WeightBeforeDown):
-    """The weight before a linear layer with a bias."""
-
-    def make(self) -> None:
-        super().make()
-        for expert in self.experts:
-            expert.w2 = nn.Linear(INNER, WIDTH)
-
-
-class ShiftedRows(Layer):
-    """Every result is added one token further."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, (t + 1) % x.shape[0], expert(x[t]) * w[t, k, None])
-        return y
-
-
-class WrongWeights(Layer):
-    """Each choice is weighed with another choice's weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, t, expert(x[t]) * w[t, k, None] * w[t, k, None])
-        return y
-
-
-class DroppedTokens(OneHotDispatch):
-    """Three slots an expert."""
-
-    slots = 3
-
-
-class OddExpert(Layer):
-    def make(self) -> None:
-        super().make()
-        self.experts[2] = MLP(inner=INNER + 4)
-
-
-class OddActivation(Layer):
-    def make(self) -> None:
-        super().make()
-        self.experts[3] = MLP(act=nn.GELU())
-
-
-class ReusedParameter(Layer):
-    """An expert's weight is also used outside the expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + F.linear(x, self.experts[1].w1.weight)[:, :WIDTH]
-
-
-class FrozenSome(Layer):
-    def make(self) -> None:
-        super().make()
-        self.experts[0].w1.weight.requires_grad_(False)
-
-
-class MissingExpert(Layer):
-    """The router chooses among four, three are computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e in range(EXPERTS - 1):
-            t, k = torch.where(ids == e)
-            y.index_add_(0, t, self.experts[e](x[t]) * w[t, k, None])
-        return y
-
-
-class Threshold(Layer):
-    """Experts chosen by a threshold instead of a fixed number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        probs = self.gate(x).softmax(-1)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t = torch.where(probs[:, e] > 0.3)[0]
-            y = y.index_add(0, t, expert(x[t]) * probs[t, e].unsqueeze(-1))
-        return y
-
-
-REFUSED: dict[type[Layer], str] = {
-    SeesNeighbours: "does not treat each row for itself",
-    CentersRows: "on probes",
-    WeightInside: "nonlinear",
-    WeightBeforeBias: "nonlinear",
-    ShiftedRows: "on probes",
-    WrongWeights: "second time",
-    DroppedTokens: "dropped",
-    OddExpert: "experts.2",
-    OddActivation: "experts.3",
-    ReusedParameter: "experts.1.w1.weight",
-    FrozenSome: "freeze",
-    MissingExpert: "3 experts were found",
-    Threshold: "not recognised",
-}
-
-
-# Without routing ------------------------------------------------------------------------------------------------
-
-
-class NoMoe(nn.Module):
-    """A plain gated network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
-
-
-class SoftMixture(Layer):
-    """Every expert weighs in for every token, and the model only reports which one is first: no routing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        probs = self.gate(x).softmax(-1)
-        y = torch.stack([expert(x) for expert in self.experts], 1)
-        return (y * probs.unsqueeze(-1)).sum(1) + 0 * probs.topk(2, -1)[0].sum()
+SEPARATE: list[type[Layer]] = [
+    WhereLoop,
+    WhereLoopShared,
+    HitList,
+    BoolMask,
+    UniqueIds,
+    SortSplit,
+    SortUnsort,
+    RepeatMask,
+    ChoiceLoop,
+    BackwardLoop,
+    SwitchTop1,
+    ArgmaxTop1,
+    SortedScores,
+    BiasedGroups,
+    DenseLoop,
+    DenseMaskedProbs,
+    StackedOutputs,
+    BiasNormExperts,
+    LinearLists,
+    WeightBeforeDown,
+    LinearExperts,
+    DetachedWeights,
+    LoraExperts,
+]

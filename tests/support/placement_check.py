@@ -28,7 +28,7 @@ from moecompile.plan import Plan
 from moecompile.runtime.simulator import simulate
 
 
-class Mismatch(AssertionError):
+class MismatchError(AssertionError):
     """The emitted graph does not mean what the global call means."""
 
 
@@ -99,7 +99,7 @@ def shard(case: Case, placed: Sequence[Placement], ranks: int) -> Sharder:
 
 
 def check(case: Case, placed: Sequence[Placement | str], ranks: int = 2, *, grad: bool = True) -> str:
-    """Output placements as text if outputs and gradients agree; Mismatch if not, PassError if the call is refused."""
+    """Output placements as text if outputs and gradients agree; MismatchError if not, PassError if the call is refused."""
     places = [parse(item) if isinstance(item, str) else item for item in placed]
     walk = shard(case, places, ranks)
     outputs: Any = case.graph.output_node().args[0]
@@ -172,7 +172,13 @@ def reassemble(locals_: Sequence[Tensor], placed: Placement) -> Tensor:
 
 
 # what rounding may do, by the narrowest type of a case
-_TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 4e-2,
+    torch.float16: 5e-3,
+}
 
 
 def _tolerance(tensors: Sequence[Tensor]) -> float:
@@ -181,11 +187,11 @@ def _tolerance(tensors: Sequence[Tensor]) -> float:
 
 def _compare(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise Mismatch(f"{what}: {got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}")
+        raise MismatchError(f"{what}: {got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}")
     if not want.dtype.is_floating_point and not want.dtype.is_complex:
         tolerance = 0.0
     if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise Mismatch(f"{what}: {got} for {want}")
+        raise MismatchError(f"{what}: {got} for {want}")
 
 
 def _check_gradients(
@@ -219,7 +225,9 @@ def _check_gradients(
     for index, want in zip(used, wanted, strict=True):
         want = torch.zeros_like(whole[index]) if want is None else want
         grads = torch.autograd.grad(shared, leaves[index], allow_unused=True, retain_graph=True)
-        got = [torch.zeros_like(leaf) if item is None else item for item, leaf in zip(grads, leaves[index], strict=True)]
+        got = [
+            torch.zeros_like(leaf) if item is None else item for item, leaf in zip(grads, leaves[index], strict=True)
+        ]
         if isinstance(places[index], Partial):
             for item in got:
                 _compare(f"gradient of input {index}", item, want, tolerance)

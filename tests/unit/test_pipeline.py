@@ -100,6 +100,10 @@ def test_a_text_that_cannot_be_read_is_refused(text: str, told: str) -> None:
         ("recognize-moe,shard-dense,lower-ops,differentiate", "'differentiate' needs the fact MOE_OPS"),
         ("recognize-moe,shard-dense,sync-loss,differentiate", "'differentiate' needs the fact LOSS_SHARES"),
         ("recognize-moe,shard-experts,shard-dense", "'shard-dense' cannot run once the fact EXPERTS_SHARDED holds"),
+        (
+            "recognize-moe,shard-dense,shard-experts,differentiate",
+            "'differentiate' stands where the experts are cut but the fact TOKENS_DISPATCHED",
+        ),
         ("recognize-moe,shard-dense,normalize-loss", "'normalize-loss' cannot run once the fact TOKENS_SHARDED holds"),
     ],
 )  # fmt: skip

@@ -56,6 +56,8 @@ ELEMENTWISE = [
     (aten.clone.default, (real(4),), {}, "P -> P; S(0) -> S(0)"),
     (aten.detach.default, (real(4),), {}, "P -> P; S(0) -> S(0)"),
     (aten.zeros_like.default, (real(4),), {}, "P -> R; S(0) -> S(0)"),
+    (aten.fill.Scalar, (real(4), 2.0), {}, "P -> R; S(0) -> S(0)"),
+    (aten.copy.default, (number(4, 3), number(3)), {}, "S(0) R -> S(0); P P -> R"),
     (aten.ones_like.default, (number(4),), {"dtype": torch.float64}, "P -> R; S(0) -> S(0)"),
     (aten.isin.Tensor_Tensor, (number(4), torch.tensor([1, 2, 3, 5])), {}, "S(0) R -> S(0); R S(0) -> refused; P R -> R"),
     (aten.bucketize.Tensor, (real(4, 3), torch.tensor([0.0, 1.0])), {}, "S(0) R -> S(0); P R -> R"),
@@ -73,7 +75,7 @@ CASTS = [
     (aten._to_copy.default, (number(4),), {"dtype": torch.bool}, "P -> R"),
     (aten.to.dtype, (torch.randn(4).bfloat16(), torch.float32), {}, "P -> P"),
     (aten.type_as.default, (torch.randn(4), real(4)), {}, "P R -> P; R S(0) -> R; S(0) P -> S(0)"),
-    (aten.to.other, (real(4), torch.randn(3)), {}, "P R -> R; S(0) P -> S(0)"),
+    (aten.to.other, (real(4), torch.ones(3)), {}, "P R -> R; S(0) P -> S(0)"),
 ]
 
 PRODUCTS = [

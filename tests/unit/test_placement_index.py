@@ -40,10 +40,12 @@ PARTS = [
     (aten.unbind.int, (real(4, 2), -1), {}, "S(0) -> S(0) S(0); S(1) -> refused"),
     (aten.unfold.default, (real(4, 5), 1, 2, 1), {}, "S(0) -> S(0); P -> P"),
     (aten.unfold.default, (real(4, 5), 0, 2, 1), {}, "S(0) -> refused"),
-    (aten.slice_scatter.default, (real(4, 6), real(4, 2), 1, 2, 4), {}, "S(0) R -> S(0); R S(0) -> S(0); P P -> P; P R -> R; S(0) P -> S(0)"),
+    (aten.slice_scatter.default, (real(4, 6), real(4, 2), 1, 2, 4), {},
+     "S(0) R -> S(0); R S(0) -> S(0); P P -> P; P R -> R; S(0) P -> S(0)"),
     (aten.slice_scatter.default, (real(4, 3), real(2, 3), 0, 0, 2), {}, "S(0) R -> refused; P P -> P"),
     (aten.select_scatter.default, (real(3, 4), real(4), 0, 1), {}, "R S(0) -> S(1); S(1) R -> S(1); S(1) S(0) -> S(1)"),
-    (aten.select_scatter.default, (real(4, 3, 4), real(4, 4), 1, 1), {}, "S(0) R -> S(0); R S(1) -> S(2); S(2) S(1) -> S(2); S(0) S(1) -> refused"),
+    (aten.select_scatter.default, (real(4, 3, 4), real(4, 4), 1, 1), {},
+     "S(0) R -> S(0); R S(1) -> S(2); S(2) S(1) -> S(2); S(0) S(1) -> refused"),
     (aten.diff.default, (real(4, 4),), {}, "S(0) -> S(0); S(1) -> refused"),
     (aten.diff.default, (real(4, 4), 1, -1, real(4, 1)), {}, "S(0) R -> S(0); R S(0) -> S(0); P R -> R"),
     (aten.constant_pad_nd.default, (real(4, 3), [1, 1], 2.0), {}, "S(0) -> S(0); P -> R"),
@@ -64,18 +66,31 @@ INDEXING = [
     (aten.take_along_dim.default, (real(4, 4), number(4, 1), 1), {}, "S(0) R -> S(0); R S(0) -> S(0); S(1) R -> refused"),
     (aten.take_along_dim.default, (real(1, 4), number(4, 2), 1), {}, "R S(0) -> S(0)"),
     (aten.scatter.value, (real(4, 4), 1, number(4, 1), 2.0), {}, "S(0) R -> S(0); R S(0) -> S(0); P R -> R"),
-    (aten.scatter.src, (real(4, 4), -1, torch.tensor([[0, 2]] * 4), real(4, 2)), {}, "S(0) R R -> S(0); R S(0) S(0) -> S(0); R R S(1) -> refused"),
+    (aten.scatter.src, (real(4, 4), -1, torch.tensor([[0, 2]] * 4), real(4, 2)), {},
+     "S(0) R R -> S(0); R S(0) S(0) -> S(0); R R S(1) -> refused"),
     (aten.scatter.src, (real(4, 4), -1, torch.tensor([[0, 2]] * 2), real(2, 2)), {}, "S(0) R R -> refused"),
-    (aten.scatter_add.default, (real(4, 4), 1, number(4, 2), real(4, 2)), {}, "S(0) R R -> S(0); R S(0) S(0) -> S(0); R S(1) S(1) -> P; P S(1) R -> P; R S(0) S(1) -> refused"),
+    (aten.scatter_add.default, (real(4, 4), 1, number(4, 2), real(4, 2)), {},
+     "S(0) R R -> S(0); R S(0) S(0) -> S(0); R S(1) S(1) -> P; P S(1) R -> P; R S(0) S(1) -> refused"),
     (aten.scatter_add.default, (number(4), 0, number(6), number(6)), {}, "R S(0) S(0) -> P; R R S(0) -> P; S(0) R R -> refused"),
-    (aten.index_add.default, (real(3, 4), 0, number(4, below=3), real(4, 4)), {}, "R S(0) S(0) -> P; R S(0) R -> P; R R S(1) -> S(1); S(1) R R -> S(1); P S(0) R -> P"),
+    (aten.index_add.default, (real(3, 4), 0, number(4, below=3), real(4, 4)), {},
+     "R S(0) S(0) -> P; R S(0) R -> P; R R S(1) -> S(1); S(1) R R -> S(1); P S(0) R -> P"),
     (aten.index_add.default, (real(4, 4), 0, number(4), real(4, 4)), {}, "S(0) R R -> refused; R R S(0) -> P; R P R -> R"),
     (aten.index.Tensor, (real(3, 4), [number(4, below=3)]), {}, "R S(0) -> S(0); S(1) R -> S(1); P R -> R; S(1) S(0) -> refused"),
     (aten.index.Tensor, (real(4, 3), [number(4)]), {}, "S(0) R -> refused"),
     (aten.index.Tensor, (real(2, 4, 3), [None, None, number(4, 2, below=3)]), {}, "S(0) R -> S(0); S(1) R -> S(1); R S(0) -> S(2)"),
-    (aten.index.Tensor, (real(3, 4, 3), [number(4, 1, below=3), None, number(4, below=3)]), {}, "S(1) R R -> S(2); R S(0) R -> S(0); R R S(0) -> S(1); R S(0) S(0) -> refused"),
+    (aten.index.Tensor, (real(3, 4, 3), [number(4, 1, below=3), None, number(4, below=3)]), {},
+     "S(1) R R -> S(2); R S(0) R -> S(0); R R S(0) -> S(1); R S(0) S(0) -> refused"),
     (aten.index.Tensor, (real(3, 3, 4), [number(4, below=3), number(4, below=3)]), {}, "S(2) R R -> S(1); R S(0) R -> S(0); R P R -> R"),
     (aten.index.Tensor, (real(4, 3), [torch.tensor([True, False, True, True])]), {}, "S(0) R -> refused; P R -> R"),
+    (aten.index_put.default, (real(4, 3), [mask(4, 3)], torch.tensor(2.0, dtype=torch.float64)), {},
+     "S(0) R R -> S(0); R S(0) R -> S(0); P R R -> R; S(0) R P -> S(0)"),
+    (aten.index_put.default, (real(4, 4), [mask(4)], torch.tensor(2.0, dtype=torch.float64)), {},
+     "S(0) R R -> S(0); S(1) R R -> S(1); R S(0) P -> S(0); S(1) S(0) R -> refused"),
+    (aten.index_put.default, (real(4, 3), [number(4)], real(4, 3)), {}, "S(0) R R -> refused; P R R -> R; R P R -> R"),
+    (aten.index_put.default, (real(4), [number(4, 2)], real(4, 2), True), {},
+     "R S(0) S(0) -> P; R S(0) R -> P; R R S(0) -> P; P S(0) R -> P; S(0) R R -> refused"),
+    (aten.index_put.default, (number(4), [number(4)], torch.tensor(1), True), {}, "R S(0) R -> P"),
+    (aten.index_put.default, (number(4), [number(4)], torch.tensor(1), False), {}, "R S(0) R -> refused"),
     (aten.index_select.default, (real(3, 4), 0, number(4, below=3)), {}, "R S(0) -> S(0); S(1) R -> S(1); S(1) S(0) -> refused; P R -> R"),
     (aten.one_hot.default, (number(4, 2), 5), {}, "S(0) -> S(0); P -> R"),
     (aten.embedding.default, (real(4, 3), number(4, 2)), {}, "R S(0) -> S(0); R S(1) -> S(1); R P -> R; P R -> R; S(0) R -> refused"),
@@ -94,13 +109,20 @@ def test_every_placement_is_right_or_refused(op, args, kwargs, must):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_own_rows_by_arange(ranks):
     """x[arange(B), last] and a padding mask looked up by batch number, as attention masks are made."""
-    last = lambda x, at: x[torch.arange(4), at]
+
+    def last(x, at):
+        return x[torch.arange(4), at]
+
+    def look_up(x):
+        return x[torch.arange(4)[:, None, None] + 0, torch.arange(3)[None, None, :]].expand(4, 2, 3)
+
+    def transposed(x, at):
+        return x[:, torch.arange(4)[None, :], at]
+
     case = fn_case(last, real(4, 3), number(4, below=3))
     assert check(case, ["S(0)", "S(0)"], ranks) == "S(0)"
     assert check(case, ["S(0)", "R"], ranks) == "S(0)"
-    look_up = lambda x: x[torch.arange(4)[:, None, None] + 0, torch.arange(3)[None, None, :]].expand(4, 2, 3)
     assert check(fn_case(look_up, mask(4, 3)), ["S(0)"], ranks) == "S(0)"
-    transposed = lambda x, at: x[:, torch.arange(4)[None, :], at]
     assert check(fn_case(transposed, real(3, 4, 5), number(2, 1)), ["S(1)", "R"], ranks) == "S(2)"
 
 

@@ -48,11 +48,13 @@ NETWORK = [
 ]  # fmt: skip
 
 LOSSES = [
-    (aten.cross_entropy_loss.default, (real(4, 3), labels(4)), {}, "S(0) R -> P; R S(0) -> P; S(0) S(0) -> P; P R -> R; S(0) P -> P; S(0,outer=2) R -> P"),
+    (aten.cross_entropy_loss.default, (real(4, 3), labels(4)), {},
+     "S(0) R -> P; R S(0) -> P; S(0) S(0) -> P; P R -> R; S(0) P -> P; S(0,outer=2) R -> P"),
     (aten.cross_entropy_loss.default, (real(4, 3), labels(4), None, 2), {}, "S(0) S(0) -> P"),
     (aten.cross_entropy_loss.default, (real(4, 3), labels(4)), {"reduction": 0}, "S(0) S(0) -> S(0); P R -> R"),
     (aten.cross_entropy_loss.default, (real(4, 3), number(4), None, 1, 1, 0.2), {}, "S(0) S(0) -> P"),
-    (aten.cross_entropy_loss.default, (real(2, 3, 4), labels(2, 4)), {}, "S(0) S(0) -> P; S(2) S(1) -> P; S(2) R -> P; R S(1) -> P; S(0) S(1) -> refused"),
+    (aten.cross_entropy_loss.default, (real(2, 3, 4), labels(2, 4)), {},
+     "S(0) S(0) -> P; S(2) S(1) -> P; S(2) R -> P; R S(1) -> P; S(0) S(1) -> refused"),
     (aten.cross_entropy_loss.default, (real(2, 3, 4), labels(2, 4)), {"reduction": 0}, "S(2) S(1) -> S(1)"),
     (aten.cross_entropy_loss.default, (real(4, 4), real(4, 4).softmax(1)), {}, "S(0) S(0) -> P; S(1) R -> refused; S(0) R -> P"),
     (aten.cross_entropy_loss.default, (real(4, 3), real(4, 3).softmax(1), real(3).abs()), {}, "S(0) S(0) R -> P"),
@@ -76,7 +78,8 @@ WEIGHTED = [
     (aten.cross_entropy_loss.default, (real(4, 3), labels(4), real(3).abs()), {}, "S(0) S(0) R -> P; S(0) R P -> P"),
     (aten.cross_entropy_loss.default, (real(4, 3), labels(4), real(3).abs(), 1, IGNORED, 0.2), {}, "S(0) S(0) R -> P"),
     (aten.nll_loss.default, (real(4, 3).log_softmax(1), labels(4), real(3).abs()), {}, "S(0) S(0) R -> P"),
-    (aten.binary_cross_entropy_with_logits.default, (real(4, 2), chances(4, 2), real(2).abs(), None, 1), {}, "S(0) S(0) R -> P; S(0) R P -> P"),
+    (aten.binary_cross_entropy_with_logits.default, (real(4, 2), chances(4, 2), real(2).abs(), None, 1), {},
+     "S(0) S(0) R -> P; S(0) R P -> P"),
 ]  # fmt: skip
 
 
@@ -85,7 +88,9 @@ def test_weighted_losses(op, args, kwargs, must):
     check_cases(op_case(op, args, kwargs, fixed=(2,)), must)
 
 
-@pytest.mark.parametrize(("op", "args", "kwargs", "must"), [pytest.param(*item, id=str(item[0])) for item in NETWORK + LOSSES])
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "must"), [pytest.param(*item, id=str(item[0])) for item in NETWORK + LOSSES]
+)
 def test_every_placement_is_right_or_refused(op, args, kwargs, must):
     # a partial probability or class number is none until it is summed; double differentiation of narrow losses is rough
     check_cases(op_case(op, args, kwargs), must)
@@ -117,7 +122,7 @@ def test_attention(args, kwargs, placed, wanted):
     if wanted:
         assert check(case, placed) == wanted
         return
-    with pytest.raises(PassError, match="shard-dense: .*scaled_dot_product_attention"):
+    with pytest.raises(PassError, match=r"shard-dense: .*scaled_dot_product_attention"):
         check(case, placed)
 
 
@@ -168,6 +173,8 @@ FOREIGN = {
     "counts that were computed with": lambda x, ids: ops.grouped_linear(_rows(x, ids)[0], _rows(x, ids)[1] * 1, MOE[3]).sum(),
     "rows in pairs": lambda x, ids: _rows(x, ids)[0].reshape(8, 2, 4).sum(1),
     "rows against a whole tensor": lambda x, ids: _rows(x, ids)[0] * MOE[0].repeat(2, 1),
+    "a mean of rows": lambda x, ids: _rows(x, ids)[0].mean(0),
+    "a mean square of rows": lambda x, ids: torch.nn.functional.mse_loss(_rows(x, ids)[0], _rows(x, ids)[0] * 0),
     "rows in order": lambda x, ids: _rows(x, ids)[0].cumsum(0),
     "rows repeated": lambda x, ids: _rows(x, ids)[0].repeat(2, 1),
     "rows one after the other": lambda x, ids: torch.cat([_rows(x, ids)[0]] * 2),
@@ -177,5 +184,5 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_rows_that_cannot_be_compared_are_refused(name):
     case = fn_case(FOREIGN[name], MOE[0], MOE[1])
-    with pytest.raises(PassError, match="shard-dense: .* calls "):
+    with pytest.raises(PassError, match=r"shard-dense: .* calls "):
         check(case, ["S(0)", "S(0)"])

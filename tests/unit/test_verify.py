@@ -23,6 +23,7 @@ from tests.support import golden
 
 aten = torch.ops.aten
 MODEL = "recognize-moe,record-metrics,shard-dense,shard-experts,insert-dispatch"
+GATHER = f"{MODEL}{{backend=allgather}}"
 STEP = f"{MODEL},differentiate,sync-loss,sync-grads"
 PLAN = Plan(dp=4, ep=2)
 
@@ -283,7 +284,7 @@ MUTANTS: list[tuple[str, Callable[[Program], None], str]] = [
     (MODEL, maximum_of_shares, r"takes the max of a value that is partial on dp; reduce it with 'sum'"),
     (MODEL, partial_to_user, r"is returned to the user while partial on dp; all_reduce it over dp first"),
     (MODEL, whole_weight, r"has the weights of 4 experts, a rank holds \[2\]; cut its weight over ep"),
-    (MODEL.replace("insert-dispatch", "insert-dispatch{backend=allgather}"), own_rows, r"computes on this rank's own rows of permute; let it read the rows of the dispatch"),
+    (GATHER, own_rows, r"computes on this rank's own rows of permute; let it read the rows of the dispatch"),
     (MODEL, whole_batch, r"holds 12 of 12 rows on each of 4 data ranks; cut it over dp"),
     (MODEL, loss_not_a_share, r"is the loss, but not a share of it on dp; convert it to P before differentiating"),
     (MODEL, loop_left, r"is a product on rows picked by their values; write the layer in permute, grouped_linear, unpermute"),

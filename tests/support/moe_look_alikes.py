@@ -1,0 +1,173 @@
+"""What looks like an MoE layer and must be refused, with a word of the sentence that refuses it; and what has no routing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.moe_stacked_styles import OneHotDispatch
+from tests.support.moe_styles import EXPERTS, INNER, MLP, WIDTH, Layer, WeightBeforeDown
+
+
+class SeesNeighbours(Layer):
+    """An expert that reads the row above."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            rows = x[t]
+            y.index_add_(0, t, expert(rows + rows.roll(1, 0)) * w[t, k, None])
+        return y
+
+
+class CentersRows(Layer):
+    """An expert that subtracts the mean over its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            rows = expert(x[t])
+            y.index_add_(0, t, (rows - rows.mean(0, keepdim=True)) * w[t, k, None])
+        return y
+
+
+class WeightInside(Layer):
+    """The weight on the input of a nonlinear expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, expert(x[t] * w[t, k, None]))
+        return y
+
+
+class WeightBeforeBias(WeightBeforeDown):
+    """The weight before a linear layer with a bias."""
+
+    def make(self) -> None:
+        super().make()
+        for expert in self.experts:
+            expert.w2 = nn.Linear(INNER, WIDTH)
+
+
+class ShiftedRows(Layer):
+    """Every result is added one token further."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, (t + 1) % x.shape[0], expert(x[t]) * w[t, k, None])
+        return y
+
+
+class WrongWeights(Layer):
+    """Each choice is weighed with another choice's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, expert(x[t]) * w[t, k, None] * w[t, k, None])
+        return y
+
+
+class DroppedTokens(OneHotDispatch):
+    """Three slots an expert."""
+
+    slots = 3
+
+
+class OddExpert(Layer):
+    def make(self) -> None:
+        super().make()
+        self.experts[2] = MLP(inner=INNER + 4)
+
+
+class OddActivation(Layer):
+    def make(self) -> None:
+        super().make()
+        self.experts[3] = MLP(act=nn.GELU())
+
+
+class ReusedParameter(Layer):
+    """An expert's weight is also used outside the expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.experts[1].w1.weight)[:, :WIDTH]
+
+
+class FrozenSome(Layer):
+    def make(self) -> None:
+        super().make()
+        self.experts[0].w1.weight.requires_grad_(False)
+
+
+class MissingExpert(Layer):
+    """The router chooses among four, three are computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e in range(EXPERTS - 1):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, self.experts[e](x[t]) * w[t, k, None])
+        return y
+
+
+class Threshold(Layer):
+    """Experts chosen by a threshold instead of a fixed number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs = self.gate(x).softmax(-1)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t = torch.where(probs[:, e] > 0.3)[0]
+            y = y.index_add(0, t, expert(x[t]) * probs[t, e].unsqueeze(-1))
+        return y
+
+
+REFUSED: dict[type[Layer], str] = {
+    SeesNeighbours: "does not treat each row for itself",
+    CentersRows: "on probes",
+    WeightInside: "nonlinear",
+    WeightBeforeBias: "nonlinear",
+    ShiftedRows: "on probes",
+    WrongWeights: "second time",
+    DroppedTokens: "dropped",
+    OddExpert: "experts.2",
+    OddActivation: "experts.3",
+    ReusedParameter: "experts.1.w1.weight",
+    FrozenSome: "freeze",
+    MissingExpert: "3 experts were found",
+    Threshold: "not recognised",
+}
+
+
+class NoMoe(nn.Module):
+    """A plain gated network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class SoftMixture(Layer):
+    """Every expert weighs in for every token, and the model only reports which one is first: no routing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs = self.gate(x).softmax(-1)
+        y = torch.stack([expert(x) for expert in self.experts], 1)
+        return (y * probs.unsqueeze(-1)).sum(1) + 0 * probs.topk(2, -1)[0].sum()

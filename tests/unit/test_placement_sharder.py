@@ -1,0 +1,247 @@
+"""The sharder itself: conversions, what it refuses whatever a rule says, and parts that are made without the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecompile import graph as graphs
+from moecompile import meta, ops
+from moecompile.errors import PassError
+from moecompile.placement import table
+from moecompile.placement.call import Call, Decision, Needs, NoRuleError, arguments, changed
+from moecompile.placement.constants import constant_value, counts_up_along
+from moecompile.placement.types import PARTIAL, REPLICATE, Shard, parse, text
+from tests.support.placement_check import check, fn_case, op_case, shard
+
+aten = torch.ops.aten
+drawn = torch.Generator().manual_seed(4)
+
+
+def real(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=torch.float64, generator=drawn)
+
+
+def called(fn: Any, placed: list[str], *values: torch.Tensor, ranks: int = 2) -> list[Any]:
+    """Targets of the local graph, dead code left out, after its meaning was checked."""
+    case = fn_case(fn, *values)
+    check(case, placed, ranks)
+    graph = shard(case, [parse(item) for item in placed], ranks).graph
+    graphs.eliminate_dead(graph)
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+# ---- conversions -------------------------------------------------------------------------------------------------
+
+
+def test_a_partial_value_is_summed_once_for_all_its_readers():
+    nodes = called(lambda x: x.exp() + x.sin(), ["P"], real(4))
+    assert [node.target for node in nodes].count(ops.all_reduce) == 1
+
+
+def test_a_whole_integer_is_shared_out_without_a_fraction():
+    """Counting into a tensor that starts at 3: only one rank may add the 3."""
+    count = lambda ids: torch.full((4,), 3).scatter_add(0, ids, torch.ones_like(ids))  # noqa: E731
+    assert check(fn_case(count, torch.tensor([0, 1, 1, 3])), ["S(0)"]) == "P"
+    assert (
+        check(fn_case(lambda x, ids: x.index_add(0, ids, ids), torch.arange(4), torch.tensor([1, 1])), ["R", "S(0)"])
+        == "P"
+    )
+
+
+def test_narrow_parts_are_added_in_float32():
+    nodes = called(lambda x: x.sum(0).exp(), ["S(0)"], real(4, 3).bfloat16())
+    (reduce,) = [node for node in nodes if node.target is ops.all_reduce]
+    assert meta.tensor(reduce).dtype == torch.float32
+
+
+def test_a_cut_that_would_have_to_move_is_refused():
+    case = op_case(aten.addmm.default, (real(4, 4), real(4, 4), real(4, 4)))
+    with pytest.raises(PassError, match=r"shard-dense: .*cut along different dims"):
+        check(case, ["S(1)", "S(0)", "R"])
+
+
+# ---- suspicions --------------------------------------------------------------------------------------------------
+
+
+def with_rule(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
+    monkeypatch.setitem(table.RULES, aten.add.Tensor, rule)
+
+
+def add(placed: list[str]) -> str:
+    return check(op_case(aten.add.Tensor, (real(4), real(4))), placed)
+
+
+def test_an_operand_that_a_rule_overlooks(monkeypatch):
+    with_rule(monkeypatch, lambda call: Decision(call.placed(call.args[0])))
+    with pytest.raises(PassError, match=r"its rule does not look at x2, which is S\(0\)"):
+        add(["S(0)", "S(0)"])
+
+
+def test_a_partial_sum_that_vanishes(monkeypatch):
+    def rule(call: Call) -> Decision:
+        assert call.partial()
+        return Decision(REPLICATE)
+
+    with_rule(monkeypatch, rule)
+    with pytest.raises(PassError, match="its rule lets the partial sum x1 into a result that is not one"):
+        add(["P", "R"])
+
+
+def test_a_cut_that_leaves_no_trace(monkeypatch):
+    def rule(call: Call) -> Decision:
+        assert [call.placed(item) for item in call.args]
+        return Decision(REPLICATE)
+
+    with_rule(monkeypatch, rule)
+    with pytest.raises(PassError, match="its rule gives a whole result although x1 is cut"):
+        add(["S(0)", "R"])
+
+
+def test_a_wrong_number_of_results(monkeypatch):
+    with_rule(monkeypatch, lambda call: Decision([call.placed(item) for item in call.args]))
+    with pytest.raises(PassError, match="its rule gives 2 placements for 1 results"):
+        add(["S(0)", "S(0)"])
+
+
+def test_a_local_call_of_another_shape(monkeypatch):
+    """A claim that the emitted call does not live up to."""
+    with_rule(monkeypatch, lambda call: Decision(Shard(0), call.reduced()))
+    with pytest.raises(
+        PassError, match=r"gives a local torch.float64\[4\] where the placement asks for torch.float64\[2\]"
+    ):
+        add(["P", "R"])
+
+
+# ---- refused whatever the placements -----------------------------------------------------------------------------
+
+
+def test_an_op_without_a_rule_is_refused_only_if_it_meets_a_cut_or_a_sum():
+    case = op_case(aten.erfinv.default, (real(4).tanh(),))
+    assert check(case, ["S(0)"]) == "S(0)"  # torch's own tag says that it is elementwise
+    unknown = op_case(aten.trace.default, (real(4, 4),))
+    assert check(unknown, ["R"]) == "R"
+    for placed in ("S(0)", "P"):
+        with pytest.raises(
+            PassError, match=r"calls aten.trace.default, for which there is no placement rule on dp \(operands x1"
+        ):
+            check(unknown, [placed])
+
+
+def test_writes_in_place_are_refused():
+    case = op_case(aten.add.Tensor, (real(4), real(4)))
+    (node,) = [node for node in case.graph.nodes if node.op == "call_function"]
+    node.target = aten.add_.Tensor
+    with pytest.raises(PassError, match=r"writes into its operand; .* use the functional form"):
+        check(case, ["S(0)", "S(0)"])
+
+
+def test_a_list_is_read_piece_by_piece():
+    case = fn_case(lambda x: torch.cat(x.chunk(2, 1)), real(4, 4))
+    check(case, ["S(0)"])
+    (cat,) = graphs.find(case.graph, aten.cat.default)
+    cat.args = (cat.args[0][0].args[0],)
+    with pytest.raises(PassError, match=r"reads all results of .* at once"):
+        shard(case, [Shard(0)], 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [(aten.rand_like.default, (real(4),)), (aten.dropout.default, (real(4), 0.5, True)), (aten.bernoulli.p, (real(4), 0.5)),
+     (aten.scaled_dot_product_attention.default, (real(2, 3, 4), real(2, 3, 4), real(2, 3, 4), None, 0.1))],
+)  # fmt: skip
+def test_random_draws_are_refused_even_where_nothing_is_cut(op, args):
+    case = op_case(op, args)
+    with pytest.raises(PassError, match="random numbers would differ from those of one process"):
+        check(case, ["R"] * len(case.values))
+
+
+def test_a_batch_that_the_ranks_do_not_divide():
+    case = op_case(aten.exp.default, (real(6),))
+    with pytest.raises(
+        PassError, match="dim 0 of size 6 cannot be cut into 4 equal parts; choose a batch that the ranks divide"
+    ):
+        shard(case, [Shard(0)], 4)
+
+
+def test_one_value_in_two_cuts():
+    """The same whole matrix with the cut label once in its rows and once in its columns."""
+    whole = real(4, 4)
+    case = fn_case(lambda x, w: torch.einsum("a,ab,ba->b", x, w, w), real(4), whole)
+    with pytest.raises(PassError, match="is read twice in ways that need different cuts"):
+        check(case, ["S(0)", "R"])
+    needs = Needs()
+    node = next(iter(case.graph.nodes))
+    needs.want(node, PARTIAL)
+    with pytest.raises(NoRuleError):
+        needs.want(node, REPLICATE)
+
+
+# ---- parts without the whole -------------------------------------------------------------------------------------
+
+
+def largest(nodes: list[Any]) -> int:
+    return max(meta.tensor(node).numel() for node in nodes if meta.is_tensor(node))
+
+
+def test_a_fresh_tensor_is_made_for_this_rank_only():
+    nodes = called(lambda x: torch.zeros(8, 3, dtype=x.dtype) + x, ["S(0)"], real(8, 3), ranks=4)
+    assert largest(nodes) == 6 and ops.local_slice not in [node.target for node in nodes]
+
+
+def test_a_broadcast_mask_is_made_for_this_rank_only():
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(3)
+        mask = (at[None, :] <= at[:, None])[None, None].expand(8, 1, 3, 3)
+        return x.masked_fill(~mask, 0.0)
+
+    nodes = called(masked, ["S(0)"], real(8, 2, 3, 3), ranks=4)
+    assert largest(nodes) == 2 * 2 * 9 and ops.local_slice not in [node.target for node in nodes]
+
+
+def test_positions_are_cut_where_they_begin():
+    """Through views, products and trigonometry back to the vector of numbers."""
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        angles = (torch.arange(8)[:, None].to(x.dtype) * torch.arange(3)).unflatten(0, (2, 4)).flatten(0, 1)
+        return x * torch.cat([angles.cos(), angles.sin()], -1)
+
+    nodes = called(turn, ["S(0)"], real(8, 6), ranks=2)
+    (cut,) = [node for node in nodes if node.target is ops.local_slice]
+    assert cut.args[0].target is aten.arange.default
+    assert largest(nodes) == 4 * 6
+
+
+def test_in_blocks():
+    """Two layers end to end meet one whole vector as long as both."""
+    both = lambda x: torch.cat([x, x * 2]) * torch.arange(8)  # noqa: E731
+    assert check(fn_case(both, real(4)), ["S(0)"]) == "S(0,outer=2)"
+
+
+# ---- small parts -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_by_name():
+    case = op_case(aten.sum.dim_IntList, (real(4, 3), [0]), {"dtype": torch.float32})
+    node = next(node for node in case.graph.nodes if node.op == "call_function")
+    found = arguments(node)
+    assert (found["dim"], found["keepdim"], found["dtype"]) == ([0], False, torch.float32)
+    args, kwargs = changed(node, dim=[1], dtype=None)
+    assert (args[1], kwargs) == ([1], {"dtype": None})
+
+
+def test_constants_are_worked_out():
+    case = fn_case(lambda x: x + (torch.arange(4)[:, None] + 0).expand(4, 3), real(4, 3))
+    nodes = {node.target: node for node in case.graph.nodes if node.op == "call_function"}
+    assert torch.equal(constant_value(nodes[aten.expand.default]), torch.arange(4)[:, None].expand(4, 3))
+    assert counts_up_along(nodes[aten.expand.default], 4) == 0
+    assert counts_up_along(nodes[aten.expand.default], 3) is None
+    assert constant_value(next(node for node in case.graph.nodes if node.op == "placeholder")) is None
+
+
+def test_texts():
+    assert text({"dp": Shard(1, 2), "ep": PARTIAL, "tp": REPLICATE}) == "S(1,outer=2)@dp P@ep"
+    assert text({}) == "R"
+    assert parse("V") == Shard(0, rows=True)
