@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -205,6 +206,8 @@ def main() -> None:
     if args.rank_of:
         run_rank(args.rank_of, args.warmup, args.steps)
         return
+    # a terminated run ends its ranks, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     result = measure(args.variants.split(","), args.rounds, args.warmup, args.steps)
     worst = check_losses(result["variants"])
     print(report(result))

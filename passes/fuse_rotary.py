@@ -98,7 +98,7 @@ def _slice(node: Node, start: int, stop: int) -> bool:
     shape = meta.tensor(node.args[0]).shape
     dim, begin, end = node.args[1:]
     last = dim in (-1, len(shape) - 1)
-    return last and begin == start and isinstance(end, int) and min(end, int(shape[-1])) == stop
+    return bool(last) and bool(begin == start) and isinstance(end, int) and min(end, int(shape[-1])) == stop
 
 
 def _factor(product: Node | None, known: Node) -> Node | None:

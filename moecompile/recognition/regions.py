@@ -99,7 +99,7 @@ class Region:
             for origin in self._origins(rows, seen):
                 if not self._comes_from_outside(origin):
                     continue
-                if self._picks(origin):
+                if origin.target in _PICKS:
                     entries[origin] = None
                 else:
                     found.trouble = f"{meta.where(origin)} ({origin.target}) does not treat each row for itself"
@@ -142,12 +142,6 @@ class Region:
         if any(item in self.routed and item not in self.early for item in node.all_input_nodes):
             return False  # a later layer's decision
         return any(meta.tensor(item).dim() > 1 for item in self.outer_sources(node))
-
-    def _picks(self, node: Node) -> bool:
-        """Rows picked by the decision: by an index, a split, or a product with a dispatch mask."""
-        sources = rowwise.tensor_inputs(node)
-        meets = any(item in self.routed for item in sources) and any(item not in self.routed for item in sources)
-        return meets or node.target in _PICKS
 
     def outer_sources(self, node: Node) -> list[Node]:
         """Floating values from before the decision that a routed value is made of, passing over no accumulator."""
@@ -273,6 +267,7 @@ class Region:
         return found
 
 
+# Rows picked by the decision: by an index, a split, or a product with a dispatch mask.
 _PICKS = frozenset(
     {
         aten.index.Tensor,

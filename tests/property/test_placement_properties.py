@@ -19,7 +19,7 @@ from tests.support.placement_check import Case, MismatchError, check, fn_case, o
 aten = torch.ops.aten
 
 quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 SHAPES = st.lists(SIZES, min_size=1, max_size=4)

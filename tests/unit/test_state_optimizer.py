@@ -64,15 +64,16 @@ def whole(value: Any) -> Any:
 
 
 def two_steps_each(rank: int, config: Config, early: bool) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Weights and gathered state after two steps, by optimizer; built before the first call or between call and backward."""
+    """Weights and gathered state after two steps, by optimizer; all are built before the first call, or after it."""
     found = {}
-    for key, make in OPTIMIZERS.items():
-        model = build(config)
-        with parallel(model, PLAN) as made:
-            opt = make(model.parameters()) if early else None
-            if opt is None:
-                made(**slice_for(BATCHES[0], PLAN, rank))
-                opt = make(model.parameters())
+    model = build(config)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with parallel(model, PLAN) as made:
+        if not early:
+            made(**slice_for(BATCHES[0], PLAN, rank))
+        opts = {key: make(model.parameters()) for key, make in OPTIMIZERS.items()}
+        for key, opt in opts.items():
+            made.load_state_dict(start)
             steps(made, opt, BATCHES[:2], PLAN, rank)
             state = mc.optimizer_state_dict(made, opt)
             state["state"] = {name: {k: whole(v) for k, v in held.items()} for name, held in state["state"].items()}
@@ -106,9 +107,11 @@ def test_every_optimizer_steps_and_shows_its_state(ranks: Ranks, config: Config,
 
 
 def save(rank: int, config: Config, folder: str, names: list[str]) -> None:
-    for key in names:
-        model = build(config)
-        with parallel(model, PLAN) as made:
+    model = build(config)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with parallel(model, PLAN) as made:
+        for key in names:
+            made.load_state_dict(start)
             opt = OPTIMIZERS[key](model.parameters())
             steps(made, opt, BATCHES[:2], PLAN, rank)
             state = {"model": made.state_dict(), "optim": mc.optimizer_state_dict(made, opt)}
@@ -116,17 +119,21 @@ def save(rank: int, config: Config, folder: str, names: list[str]) -> None:
 
 
 def load(rank: int, config: Config, plan: Plan, folder: str, names: list[str], early: bool) -> dict[str, dict[str, Tensor]]:
+    """Two more steps each. ``early``: all states are loaded while the model and the optimizers are whole, and cut with it."""
     found = {}
-    for key in names:
-        model = build(Config(**{**vars(config), "seed": 9}))
-        with parallel(model, plan) as made:
-            opt = OPTIMIZERS[key](model.parameters())
-            if not early:
-                made(**slice_for(BATCHES[0], plan, rank))
+    model = build(Config(**{**vars(config), "seed": 9}))
+    opts = {key: OPTIMIZERS[key](model.parameters()) for key in names}
+    with parallel(model, plan) as made:
+        if not early:
+            made(**slice_for(BATCHES[0], plan, rank))
+        weights = {}
+        for key, opt in opts.items():
             state = {"model": made.state_dict(), "optim": mc.optimizer_state_dict(made, opt)}
             dcp.load(state, checkpoint_id=f"{folder}/{key}")
-            made.load_state_dict(state["model"])
             mc.load_optimizer_state_dict(made, opt, state["optim"])
+            weights[key] = copy.deepcopy(state["model"])
+        for key, opt in opts.items():
+            made.load_state_dict(weights[key])
             steps(made, opt, BATCHES[2:], plan, rank)
             found[key] = mc.full_state_dict(made)
     return found
@@ -161,14 +168,15 @@ def test_case_33_moments_survive_a_change_of_plan(ranks: Ranks, config: Config, 
 
 def from_plain(rank: int, config: Config, states: list[Any], weights: dict[str, Tensor], early: bool) -> list[dict[str, Tensor]]:
     found = []
-    for state in states:
-        model = build(config)
-        with parallel(model, PLAN) as made:
-            opt = torch.optim.AdamW(grouped(model), lr=1.0)
-            if not early:
-                made(**slice_for(BATCHES[0], PLAN, rank))
-            made.load_state_dict(weights)
+    model = build(config)
+    with parallel(model, PLAN) as made:
+        if not early:
+            made(**slice_for(BATCHES[0], PLAN, rank))
+        opts = [torch.optim.AdamW(grouped(model), lr=1.0) for _ in states]
+        for opt, state in zip(opts, states, strict=True):
             mc.load_optimizer_state_dict(made, opt, state)
+        for opt in opts:
+            made.load_state_dict(weights)
             steps(made, opt, BATCHES[2:], PLAN, rank)
             found.append(mc.full_state_dict(made))
     return found

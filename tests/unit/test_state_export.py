@@ -1,0 +1,62 @@
+"""Hugging Face's ``save_pretrained`` of a cut model writes the whole model, right way round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import moecompile as mc
+from moecompile.plan import Plan
+from tests.support.pool import Ranks, parallel
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.timeout(150)
+PLAN = Plan(dp=2, ep=2)
+IDS = torch.arange(24).reshape(4, 6) % 32
+
+
+def mixtral(tie: bool) -> torch.nn.Module:
+    """hidden == intermediate: a transposed weight would load without a word."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=4, vocab_size=32, tie_word_embeddings=tie,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def train_and_write(rank: int, tie: bool, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    said = []
+    with parallel(mixtral(tie), PLAN) as made:
+        ids = IDS.chunk(2)[rank]
+        opt = torch.optim.SGD(made.parameters(), lr=0.1)
+        made(input_ids=ids, labels=ids).loss.backward()
+        opt.step()
+        made.save_pretrained(folder)
+        try:
+            made.save_pretrained(f"{folder}/config.json")
+        except Exception as error:
+            said.append(str(error))
+        said.append(str(hasattr(mc.parallelize(torch.nn.Linear(2, 2), PLAN), "save_pretrained")))
+        return mc.full_state_dict(made), said
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_case_35_export_and_reload(ranks: Ranks, tie: bool, tmp_path: Path) -> None:
+    model = mixtral(tie)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    opt.step()
+    found = ranks.run(2, train_and_write, tie, str(tmp_path))
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    assert list(tmp_path.glob("*.safetensors")) and again.config.tie_word_embeddings == tie
+    for weights, said in found:
+        assert list(weights) == list(again.state_dict())
+        for name, value in again.state_dict().items():
+            assert torch.equal(weights[name], value), name
+        assert said[-1] == "False"
+    torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
