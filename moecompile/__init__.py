@@ -20,7 +20,7 @@ _DEFINED_IN = {
     "VerifyError": "errors",
     "parallelize": "api",
     "trace": "api",
-    "verify": "api",
+    "verify": "verification",
     "metrics": "api",
     "clip_grad_norm_": "api",
     "full_state_dict": "api",

@@ -99,7 +99,7 @@ class _Job:
     calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
-def verify_plan(
+def verify(
     model: nn.Module,
     plan: Plan,
     example: Any,

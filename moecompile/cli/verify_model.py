@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moecompile.verification import KINDS, Report, verify_plan
+from moecompile.verification import KINDS, Report, verify
 
 from .loading import load_example, load_model, load_plan
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """0 if everything is equal within the tolerance, else 1."""
-    report = verify_plan(
+    report = verify(
         load_model(arguments.model),
         load_plan(arguments.plan, {"dp": arguments.dp, "ep": arguments.ep}),
         load_example(arguments.example),
