@@ -6,7 +6,6 @@ from moecompile.api import metrics as metrics
 from moecompile.api import optimizer_state_dict as optimizer_state_dict
 from moecompile.api import parallelize as parallelize
 from moecompile.api import trace as trace
-from moecompile.verification import verify as verify
 from moecompile.errors import CaptureError as CaptureError
 from moecompile.errors import MoeCompileError as MoeCompileError
 from moecompile.errors import PassError as PassError
@@ -17,5 +16,6 @@ from moecompile.plan import Plan as Plan
 from moecompile.program import Program as Program
 from moecompile.simulate import simulate_ranks as simulate_ranks
 from moecompile.text import load as load
+from moecompile.verification import verify as verify
 
 __version__: str

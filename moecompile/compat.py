@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.fx import Node
+
+# What torch's own wrapper subclasses put in place of __torch_function__.
+from torch._C import _disabled_torch_function_impl
 
 # A graph can hold only a group's name, and nothing public finds the group again.
 # torch.distributed has these, but does not export them to type checkers.
@@ -20,9 +22,6 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 
 # Traced backward nodes know their forward op only through these hooks.
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
-
-# What torch's own wrapper subclasses put in place of __torch_function__.
-from torch._C import _disabled_torch_function_impl as no_torch_function  # noqa: F401
 
 # Joint tracing needs a tracing context, which only AOTAutograd sets otherwise.
 from torch._guards import TracingContext as TracingContext
@@ -42,6 +41,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
     _resolve_process_group,
 )
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
@@ -53,6 +53,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 # Swaps parameters for fake ones around an export; functional_call does so around one call only.
 from torch.nn.utils.stateless import _reparametrize_module
 
+# What an operator calls inside can be watched from here only.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
@@ -62,9 +65,6 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils._pytree import treespec_dumps as treespec_dumps
 from torch.utils._pytree import treespec_loads as treespec_loads
-
-# What an operator calls inside can be watched from here only.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # The lower bound of a symbolic size can be raised in the shape environment only.
 from torch.utils._sympy.numbers import int_oo
@@ -139,3 +139,16 @@ def without_autocast() -> Iterator[None]:
 def rename_node(node: Node, name: str) -> None:
     """Give a node another name, made unique; assigning ``node.name`` would leave the graph's table of names behind."""
     node._rename(name)
+
+
+no_torch_function: Any = _disabled_torch_function_impl
+
+# One call for a list of tensors; optimizers use them, the public API has none.
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Treat tensor subclasses as plain tensors inside; what torch's own subclasses use."""
+    return torch._C.DisableTorchFunctionSubclass()

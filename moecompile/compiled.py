@@ -28,7 +28,6 @@ from .runtime.process_groups import ProcessGroups
 from .step import Gradients, StepResult, attach, share, value_only
 from .weights import Weights
 
-
 _LOG = logging.getLogger("moecompile")
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .compat import foreach_norm, without_torch_function
+
 _NORMS = {
     torch.linalg.vector_norm: 1,
     torch.linalg.norm: 1,
@@ -44,7 +46,7 @@ class CutGrad(Tensor):
                 f"the gradient is one rank's part of a parameter, and {func.__name__} along a dim would see that part only; use "
                 f"moecompile.clip_grad_norm_(model, max_norm) or moecompile.full_grads(model)."
             )
-        if func is torch._foreach_norm:
+        if func is foreach_norm:
             order = _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
             return [
                 global_norm([item], order, item._group)
@@ -52,7 +54,7 @@ class CutGrad(Tensor):
                 else torch.linalg.vector_norm(item, order)
                 for item in args[0]
             ]
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **kwargs)
 
 
@@ -83,4 +85,4 @@ def mark(param: nn.Parameter, group: dist.ProcessGroup | None) -> Any:
         if leaf.grad is not None and not isinstance(leaf.grad, CutGrad):
             leaf.grad = CutGrad.of(leaf.grad, group)
 
-    return param.register_post_accumulate_grad_hook(convert)
+    return param.register_post_accumulate_grad_hook(convert)  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ def fill(original: Tensor, value: Tensor) -> None:
         return
     made = nn.Parameter(value, original.requires_grad) if isinstance(original, nn.Parameter) else value
     made.__dict__.update(original.__dict__)
-    swap_tensors(original, made)
+    swap_tensors(original, made)  # type: ignore[no-untyped-call]
 
 
 class _Walk:

@@ -101,9 +101,7 @@ def _check_state(opt: Optimizer, param: nn.Parameter, state: State, name: str) -
         return
     cut_unused(state, name, param, held)
     wrong = [
-        key
-        for key, value in held.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape != param.shape
+        key for key, value in held.items() if isinstance(value, Tensor) and value.dim() and value.shape != param.shape
     ]
     if not wrong:
         return

@@ -84,4 +84,6 @@ def is_elementwise(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter
                 run(made)
         return [params[0].detach()[:2], params[1].detach()]
 
-    return all(torch.allclose(half, full, rtol=1e-6, atol=1e-9) for half, full in zip(updated(2), updated(4), strict=True))
+    return all(
+        torch.allclose(half, full, rtol=1e-6, atol=1e-9) for half, full in zip(updated(2), updated(4), strict=True)
+    )

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .optimizer_probe import fresh_state
 from .state import State
 
+
 def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
     """The state of ``opt`` with plain names and global shapes; no communication.
 
@@ -36,7 +37,10 @@ def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
                 cut_unused(state, name, param, held)
                 found[name] = {key: _spread(state, name, param, key, value) for key, value in held.items()}
     groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
         for group in opt.param_groups
     ]
     return {"state": found, "param_groups": groups, "without_state": missing}
@@ -148,7 +152,11 @@ def cut_unused(state: State, name: str, param: nn.Parameter, held: MutableMappin
 def cut_entries(state: State, name: str, param: nn.Parameter, held: MutableMapping[str, Any]) -> None:
     """Replace whole tensors of one parameter's optimizer state by this rank's part."""
     for key, value in held.items():
-        if isinstance(value, Tensor) and value.shape != param.shape and tuple(value.shape) == state.weights.global_shape(name):
+        if (
+            isinstance(value, Tensor)
+            and value.shape != param.shape
+            and tuple(value.shape) == state.weights.global_shape(name)
+        ):
             held[key] = state.take(name, value).clone()
 
 
@@ -169,4 +177,3 @@ def _few(names: list[str]) -> str:
         return "nothing"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"'{name}'" for name in names[:3]) + more
-

@@ -32,9 +32,7 @@ class OwnedTensor(Tensor):
     _group: str
 
     @staticmethod
-    def __new__(
-        cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str
-    ) -> OwnedTensor:
+    def __new__(cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str) -> OwnedTensor:
         made: OwnedTensor = wrapper_tensor(cls, shape, like)
         made._local, made._owner, made._group = local, owner, group
         return made
@@ -55,14 +53,14 @@ class OwnedTensor(Tensor):
         """Whether the data lies where that owner of that group would hold it."""
         return self._owner == owner and self._group == group
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         place = "absent here" if self._local is None else f"here: {self._local}"
         return f"OwnedTensor(shape={tuple(self.shape)}, owner={self._owner}, {place})"
 
     __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -83,7 +81,7 @@ class OwnedTensor(Tensor):
                 source._local.copy_(value)
                 return source
         raise RuntimeError(
-            f"{func} was called on a tensor that only the ranks of expert coordinate {args and getattr(source, '_owner', '?')} hold; "
+            f"{func} was called on a tensor that only the ranks of expert coordinate {getattr(source, '_owner', '?')} hold; "
             "call its full_tensor(), or use moecompile.full_state_dict(model)."
         )
 
@@ -121,4 +119,10 @@ class OwnedTensor(Tensor):
         return self._local
 
 
-_COPIES = {aten.detach.default, aten.clone.default, aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default}
+_COPIES = {
+    aten.detach.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+}

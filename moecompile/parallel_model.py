@@ -38,6 +38,8 @@ class ParallelModel(nn.Module):
     share. Made by `moecompile.parallelize`; not to be built by hand.
     """
 
+    _state: _State
+
     def __init__(
         self,
         model: nn.Module,
@@ -110,7 +112,9 @@ class ParallelModel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a plain model's whole state, or the ``state_dict()`` of any plan, into the parameters in place."""
         if assign:
-            raise ValueError("load_state_dict(assign=True) would replace the parameters that the plan has cut; use assign=False.")
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the parameters that the plan has cut; use assign=False."
+            )
         found = OrderedDict(state_dict)
         found._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
         self._state.layout.split_all(found)
@@ -125,7 +129,7 @@ class ParallelModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
         """``to()``, ``half()`` and their like work on this rank's share, which then makes up new stacks."""
         state, before = self._state, _device(self.plain)
-        self.plain._apply(fn, recurse)
+        self.plain._apply(fn, recurse)  # type: ignore[no-untyped-call]
         state.weights.restack()
         if _device(self.plain).type != before.type:
             self._regroup()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .compat import foreach_copy_
 from .runtime.process_groups import ProcessGroups
 
 
@@ -20,5 +21,5 @@ def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) ->
     for (axis, _), members in buckets.items():
         flat = torch.cat([item.reshape(-1) for item in members])
         dist.all_reduce(flat, group=groups.group(axis))
-        parts = flat.split([item.numel() for item in members])
-        torch._foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])
+        parts = torch.split(flat, [item.numel() for item in members])
+        foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compat import foreach_mul_
+
 Gradients = list["Tensor | None"]
 
 
@@ -35,7 +37,7 @@ class StepResult:
         held = [item for item in gradients if item is not None]
         # a scalar of one is by far the commonest, and reading it costs nothing on the host
         if held and not (scale.device.type == "cpu" and scale.item() == 1.0):
-            torch._foreach_mul_(held, scale.to(held[0].dtype) if scale.dim() == 0 else scale)
+            foreach_mul_(held, scale.to(held[0].dtype) if scale.dim() == 0 else scale)
         return gradients
 
 

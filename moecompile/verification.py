@@ -67,7 +67,9 @@ class Report:
         for kind in KINDS:
             row = self.worst(kind)
             if row is not None:
-                lines.append(f"  {kind:<9} {row.error:.1e}  worst of {self._count(kind)}: {row.name} on rank {row.rank}")
+                lines.append(
+                    f"  {kind:<9} {row.error:.1e}  worst of {self._count(kind)}: {row.name} on rank {row.rank}"
+                )
         return "\n".join(lines)
 
     def _count(self, kind: str) -> int:
@@ -125,7 +127,10 @@ def verify(
         model = model.to(dtype)
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped matmul that Hugging Face prefers has no float64
-    calls = [[_slice(example, step * plan.num_data_ranks + rank, plan, dtype) for rank in range(plan.num_data_ranks)] for step in range(steps)]
+    calls = [
+        [_slice(example, step * plan.num_data_ranks + rank, plan, dtype) for rank in range(plan.num_data_ranks)]
+        for step in range(steps)
+    ]
     alone = _run(copy.deepcopy(model), [_joined(row, plan) for row in calls], loss_fn, _plain_clip)
     job = _Job(model, plan, loss_fn, calls)
     ranks: list[Trace] = launch(_on_rank, plan.world_size, job, timeout=timeout)
@@ -184,9 +189,13 @@ def loss_of(output: Any) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None:
         leaves = tree_flatten(output)[0]
-        found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad), None)
+        found = next(
+            (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad), None
+        )
     if not isinstance(found, Tensor):
-        raise CaptureError("verify: the model returns no loss for these arguments; pass labels in the example, or a loss_fn.")
+        raise CaptureError(
+            "verify: the model returns no loss for these arguments; pass labels in the example, or a loss_fn."
+        )
     return found
 
 
@@ -213,7 +222,9 @@ def _slice(example: Any, number: int, plan: Plan, dtype: torch.dtype | None) -> 
     return made
 
 
-def _joined(row: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _joined(
+    row: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], plan: Plan
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One step's arguments of all data ranks as one global batch."""
     flat = [tree_flatten(call) for call in row]
     leaves, spec = list(flat[0][0]), flat[0][1]
@@ -247,7 +258,14 @@ def compare(alone: Trace, ranks: Sequence[Trace], mesh: Mesh, dtype: torch.dtype
         names = list(wanted_all) + [name for name in getattr(ranks[0], key) if name not in wanted_all]
         for name in names:
             errors = [
-                _part_error(getattr(trace, key).get(name), wanted_all.get(name), trace.cuts.get(name), mesh, rank, floor if kind == "gradient" else 0.0)
+                _part_error(
+                    getattr(trace, key).get(name),
+                    wanted_all.get(name),
+                    trace.cuts.get(name),
+                    mesh,
+                    rank,
+                    floor if kind == "gradient" else 0.0,
+                )
                 for rank, trace in enumerate(ranks)
             ]
             rows.append(_row(kind, name, errors))
@@ -263,7 +281,9 @@ def _row(kind: str, name: str, errors: Sequence[float]) -> Row:
     return Row(kind, name, errors[rank], rank)
 
 
-def _part_error(found: Tensor | None, whole: Tensor | None, cut: Cut | None, mesh: Mesh, rank: int, floor: float) -> float:
+def _part_error(
+    found: Tensor | None, whole: Tensor | None, cut: Cut | None, mesh: Mesh, rank: int, floor: float
+) -> float:
     """Error of what one rank holds of a tensor."""
     if found is None or whole is None:
         return math.inf
@@ -281,7 +301,7 @@ def _relative(found: Tensor, wanted: Tensor, floor: float) -> float:
     """Norm of the difference over the larger of the wanted norm and ``floor``; infinite for NaN and for other shapes."""
     if found.shape != wanted.shape:
         return math.inf
-    gap = torch.linalg.vector_norm((found.double() - wanted.double()))
+    gap = torch.linalg.vector_norm(found.double() - wanted.double())
     scale = max(float(torch.linalg.vector_norm(wanted.double())), floor)
     if not math.isfinite(float(gap)) or not math.isfinite(scale):
         return math.inf

@@ -161,7 +161,7 @@ def find(model: nn.Module, name: str) -> Tensor:
     """A parameter or buffer by its dotted name, as it is now."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    found = module._parameters.get(last)
+    found: Tensor | None = module._parameters.get(last)
     if found is None:
         found = module._buffers.get(last)
     if found is None:

@@ -99,17 +99,27 @@ def _widen(graph: GraphModule, gate: Node, wide: torch.dtype, ctx: PassContext) 
 def _wide_operand(graph: GraphModule, gate: Node, arg: Node, wide: torch.dtype, ctx: PassContext) -> Node:
     if not meta.is_tensor(arg) or not meta.tensor(arg).is_floating_point():
         return arg
-    source: Any = arg
-    while source.target in _CASTS and isinstance(source.args[0], Node) and _is_narrower(meta.tensor(source).dtype, meta.tensor(source.args[0]).dtype):
-        source = source.args[0]
+    source = arg
+    while (before := _narrowed_from(source)) is not None:
+        source = before
     if meta.tensor(source).dtype == wide:
-        return source  # type: ignore[no-any-return]
+        return source
     return graphs.call(graph.graph, aten._to_copy.default, source, like=gate, mode=ctx.mode, dtype=wide)
+
+
+def _narrowed_from(node: Node) -> Node | None:
+    """What a cast to a narrower type was made from."""
+    source = node.args[0] if node.target in _CASTS else None
+    if isinstance(source, Node) and _is_narrower(meta.tensor(node).dtype, meta.tensor(source).dtype):
+        return source
+    return None
 
 
 def _is_closed(node: Node, region: set[Node]) -> bool:
     """Whether every floating tensor the node reads is the router's own, or a weight."""
-    floats = [source for source in node.all_input_nodes if meta.is_tensor(source) and meta.tensor(source).is_floating_point()]
+    floats = [
+        source for source in node.all_input_nodes if meta.is_tensor(source) and meta.tensor(source).is_floating_point()
+    ]
     return all(source in region or source.op == "placeholder" for source in floats)
 
 

@@ -49,8 +49,8 @@ class SeedRandom(Pass):
 def _is_random(node: Node) -> bool:
     """Whether a node draws numbers; a dropout that is off does not."""
     if node.target is aten.dropout.default:
-        active, probability = bool(node.args[2]), float(node.args[1])  # type: ignore[arg-type]
-        return active and probability != 0.0
+        rate: Any = node.args[1]
+        return bool(node.args[2]) and float(rate) != 0.0
     if node.target is aten.scaled_dot_product_attention.default:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         if probability:

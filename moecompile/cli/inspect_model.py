@@ -72,7 +72,12 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
         for layer in program.layers
     ]
     passes = [
-        {"pass": entry.pass_text, "rewrites": entry.rewrites, "nodes": entry.nodes_after, "seconds": round(entry.seconds, 3)}
+        {
+            "pass": entry.pass_text,
+            "rewrites": entry.rewrites,
+            "nodes": entry.nodes_after,
+            "seconds": round(entry.seconds, 3),
+        }
         for entry in program.history
     ]
     return {"plan": str(program.plan), "world_size": program.plan.world_size, "layers": layers, "passes": passes}

@@ -108,7 +108,14 @@ def markdown() -> str:
         file = kind.__module__.rpartition(".")[2]
         written = "<br>".join(f"`{key}={value}`" for key, value in item["options"].items()).replace("|", "\\|")
         facts = ["<br>".join(item[key]) for key in ("requires", "provides", "removes")]
-        cells = [f"[{item['name']}](../passes/{file}.py)", item["sentence"], written, item["level"], *facts, item["numerics"]]
+        cells = [
+            f"[{item['name']}](../passes/{file}.py)",
+            item["sentence"],
+            written,
+            item["level"],
+            *facts,
+            item["numerics"],
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "## Facts", "", "| fact | meaning |", "|---|---|"]
     used = {fact for kind in ALL_PASSES for fact in kind.requires | kind.provides | kind.removes}

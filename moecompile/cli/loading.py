@@ -26,7 +26,9 @@ def load_object(text: str, what: str) -> Any:
     """The object that ``package.module:name`` names; the current folder is importable. CaptureError where it is not."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
-        raise CaptureError(f"--{what} {text!r} is not of the form package.module:name; write for example my_model:build.")
+        raise CaptureError(
+            f"--{what} {text!r} is not of the form package.module:name; write for example my_model:build."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -38,7 +40,9 @@ def load_object(text: str, what: str) -> Any:
             f"--{what} {text!r}: importing {module} failed ({error}); run this where `python -c 'import {module}'` works."
         ) from error
     except AttributeError as error:
-        raise CaptureError(f"--{what} {text!r}: {module} has no {name!r}; name something defined in that module.") from error
+        raise CaptureError(
+            f"--{what} {text!r}: {module} has no {name!r}; name something defined in that module."
+        ) from error
     return found
 
 
@@ -47,7 +51,9 @@ def load_model(text: str) -> nn.Module:
     found = load_object(text, "model")
     made = found if isinstance(found, nn.Module) else found() if callable(found) else found
     if not isinstance(made, nn.Module):
-        raise CaptureError(f"--model {text!r} gave a {type(made).__name__}; it must be an nn.Module or a function that returns one.")
+        raise CaptureError(
+            f"--model {text!r} gave a {type(made).__name__}; it must be an nn.Module or a function that returns one."
+        )
     return made
 
 
@@ -96,7 +102,7 @@ def load_plan(text: str | None, degrees: Mapping[str, int | None]) -> Plan:
     """A TOML file, or fields as ``dp=4,ep=2``; ``degrees`` given on their own win. PlanError for what is no plan."""
     values = {name: value for name, value in degrees.items() if value is not None}
     if text is None:
-        return Plan(**values)
+        return Plan(**values)  # type: ignore[arg-type]
     if Path(text).is_file():
         plan = Plan.from_toml(Path(text).read_text())
     elif "=" in text:

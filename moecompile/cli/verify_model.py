@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, help="expert parallel degree")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (%(default)s)")
     parser.add_argument(
-        "--dtype", choices=("model", "float64", "float32"), default="float64", help="convert the model first (%(default)s)"
+        "--dtype",
+        choices=("model", "float64", "float32"),
+        default="float64",
+        help="convert the model first (%(default)s)",
     )
     parser.add_argument("--tolerance", type=float, help="largest relative error (by dtype)")
     parser.add_argument("--all", action="store_true", help="every tensor, not the worst of each kind")
@@ -56,7 +59,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     )
     if arguments.json:
         rows = [asdict(row) for row in report.rows]
-        print(json.dumps({"plan": str(report.plan), "ok": report.ok, "tolerance": report.tolerance, "rows": rows}, indent=2))
+        print(
+            json.dumps(
+                {"plan": str(report.plan), "ok": report.ok, "tolerance": report.tolerance, "rows": rows}, indent=2
+            )
+        )
     else:
         console.print(_table(report, arguments.all))
         console.print("equal to one process" if report.ok else "[red]not equal to one process[/red]")
@@ -64,7 +71,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _table(report: Report, every: bool) -> Table:
-    table = Table(title=f"{report.plan} on {report.plan.world_size} ranks, tolerance {report.tolerance:g}", title_justify="left")
+    table = Table(
+        title=f"{report.plan} on {report.plan.world_size} ranks, tolerance {report.tolerance:g}", title_justify="left"
+    )
     for name in ("what", "compared", "relative error", "worst" if not every else "name", "rank"):
         table.add_column(name, overflow="fold")
     for kind in KINDS:
@@ -72,5 +81,7 @@ def _table(report: Report, every: bool) -> Table:
         worst = report.worst(kind)
         for row in rows if every else [worst] if worst is not None else []:
             color = "green" if row.error <= report.tolerance else "red"
-            table.add_row(kind, str(1 if every else len(rows)), f"[{color}]{row.error:.1e}[/{color}]", row.name, str(row.rank))
+            table.add_row(
+                kind, str(1 if every else len(rows)), f"[{color}]{row.error:.1e}[/{color}]", row.name, str(row.rank)
+            )
     return table

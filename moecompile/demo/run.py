@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,9 +98,7 @@ def run_demo(settings: Settings, console: Console | None = None) -> Curves:
     return curves
 
 
-def _train(
-    settings: Settings, pool: RankPool, reference: Trainer | None, speed: _Speed, console: Console
-) -> Curves:
+def _train(settings: Settings, pool: RankPool, reference: Trainer | None, speed: _Speed, console: Console) -> Curves:
     curves = Curves()
     with show.progress_bar(console) as progress:
         task = progress.add_task("training", total=settings.steps, figures="")
@@ -137,7 +134,9 @@ def _alone(reference: Trainer, number: int) -> float:
 def _check(settings: Settings, number: int, reports: list[StepReport], curves: Curves) -> None:
     losses = {report.loss for report in reports}
     if len(losses) > 1:
-        raise VerifyError(f"demo: at step {number} the ranks report different losses {sorted(losses)}; they must be equal.")
+        raise VerifyError(
+            f"demo: at step {number} the ranks report different losses {sorted(losses)}; they must be equal."
+        )
     ours = curves.losses[-1]
     theirs = curves.reference[-1] if curves.reference else ours
     if not abs(ours - theirs) <= settings.allowed:  # also for NaN

@@ -5,6 +5,7 @@ What belongs to the run and not to the model is the user's to save, as in a plai
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def first_half(rank: int, config: Config, plan: Plan, folder: str) -> list[float
         return losses
 
 
-def second_half(rank: int, config: Config, plan: Plan, folder: str, called: bool) -> tuple[list[float], dict[str, Tensor]]:
+def second_half(
+    rank: int, config: Config, plan: Plan, folder: str, called: bool
+) -> tuple[list[float], dict[str, Tensor]]:
     """``called``: the model has been called, and cut, before the state is loaded."""
     torch.manual_seed(12)
     with parallel(build(Config(**{**vars(config), "seed": 99})), plan) as made:
@@ -127,7 +130,7 @@ def skewed(rank: int, config: Config, folder: str, leave_out: str) -> list[float
     with parallel(build(Config(**{**vars(config), "seed": 99})), SAVED) as made:
         torch.manual_seed(12)
         job = Job(config, SAVED, rank, made)
-        fresh, state = job.state(), job.state()
+        fresh, state = copy.deepcopy(job.state()), job.state()  # dcp loads into the model itself
         dcp.load(state, checkpoint_id=folder)
         job.load({**state, leave_out: fresh[leave_out]})
         return job.steps(HALF)

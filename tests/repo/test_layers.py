@@ -21,7 +21,7 @@ ROW = {
     **dict.fromkeys(["ops", "meta"], 2),
     **dict.fromkeys(["graph", "printer", "placement", "tracing", "program"], 3),
     "pass_base": 4,
-    **dict.fromkeys(["verify", "capture"], 5),
+    **dict.fromkeys(["verify", "capture", "recognition"], 5),
     "pipeline": 6,
     **dict.fromkeys(["passes", "runtime"], 7),
 }

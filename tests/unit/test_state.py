@@ -54,7 +54,9 @@ def describe(rank: int, config: Config, plan: Plan, folder: str) -> dict[str, An
             for name, value in state.items()
             if isinstance(value, (OwnedTensor, DTensor))
         )
-        wholes = {name: value.full_tensor() for name, value in state.items() if isinstance(value, (OwnedTensor, DTensor))}
+        wholes = {
+            name: value.full_tensor() for name, value in state.items() if isinstance(value, (OwnedTensor, DTensor))
+        }
         dcp.save({"model": state}, checkpoint_id=folder)
         snapshot = mc.full_state_dict(made)
         copied = copy.deepcopy(state)
@@ -84,7 +86,10 @@ def test_names_and_global_shapes_on_every_rank(ranks: Ranks, config: Config, pla
             assert set(wholes) == set(cut)
             assert all(torch.equal(value, expected[name]) for name, value in wholes.items())
         assert equal(found["snapshot"], expected)
-        assert found["snapshot"]["embed.weight"].data_ptr() == found["snapshot"]["head.weight"].data_ptr() or config is LOOP
+        assert (
+            found["snapshot"]["embed.weight"].data_ptr() == found["snapshot"]["head.weight"].data_ptr()
+            or config is LOOP
+        )
         experts = sum(expected[name].numel() for name in cut)
         whole = sum(param.numel() for param in build(config).parameters())
         assert found["held"] == whole - experts + experts // 2

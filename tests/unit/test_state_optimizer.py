@@ -92,7 +92,9 @@ def test_every_optimizer_steps_and_shows_its_state(ranks: Ranks, config: Config,
         for each in found:
             weights, state = each[key]
             for name, value in model.state_dict().items():
-                torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, msg=lambda m: f"{key} {name}: {m}")  # noqa: B023
+                torch.testing.assert_close(
+                    weights[name], value, rtol=1e-9, atol=1e-12, msg=lambda m: f"{key} {name}: {m}"
+                )  # noqa: B023
             assert state["without_state"] == (list(dict(model.named_parameters())) if key == "sgd" else [])
             kept = {name: held for name, held in expected["state"].items() if held}
             assert set(state["state"]) == set(kept), key
@@ -118,7 +120,9 @@ def save(rank: int, config: Config, folder: str, names: list[str]) -> None:
             dcp.save(state, checkpoint_id=f"{folder}/{key}")
 
 
-def load(rank: int, config: Config, plan: Plan, folder: str, names: list[str], early: bool) -> dict[str, dict[str, Tensor]]:
+def load(
+    rank: int, config: Config, plan: Plan, folder: str, names: list[str], early: bool
+) -> dict[str, dict[str, Tensor]]:
     """Two more steps each. ``early``: all states are loaded while the model and the optimizers are whole, and cut with it."""
     found = {}
     model = build(Config(**{**vars(config), "seed": 9}))
@@ -166,7 +170,9 @@ def test_case_33_moments_survive_a_change_of_plan(ranks: Ranks, config: Config, 
             torch.testing.assert_close(value, expected[key][name], rtol=1e-9, atol=1e-12)
 
 
-def from_plain(rank: int, config: Config, states: list[Any], weights: dict[str, Tensor], early: bool) -> list[dict[str, Tensor]]:
+def from_plain(
+    rank: int, config: Config, states: list[Any], weights: dict[str, Tensor], early: bool
+) -> list[dict[str, Tensor]]:
     found = []
     model = build(config)
     with parallel(model, PLAN) as made:
@@ -221,7 +227,9 @@ def partly_trained(rank: int, config: Config, folder: str) -> tuple[list[str], l
         dcp.load(template, checkpoint_id=folder)
         mc.load_optimizer_state_dict(made, other, template["optim"])
         same = all(
-            torch.equal(other.state[param][key], value) for param, held in opt.state.items() for key, value in held.items()
+            torch.equal(other.state[param][key], value)
+            for param, held in opt.state.items()
+            for key, value in held.items()
         )
         ours = other.param_groups[0]["lr"] == 1e-3 and set(map(id, other.state)) == set(map(id, opt.state))
         assert unused is None
