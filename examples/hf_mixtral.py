@@ -1,7 +1,7 @@
 """Hugging Face's `MixtralForCausalLM`, small and with fresh weights; nothing is downloaded.  Needs ``pip install moecompile[hf]``.
 
-    torchrun --nproc-per-node=2 examples/hf_mixtral.py        # two ranks, four experts on each
-    python examples/hf_mixtral.py                             # one process: the same losses
+torchrun --nproc-per-node=2 examples/hf_mixtral.py        # two ranks, four experts on each
+python examples/hf_mixtral.py                             # one process: the same losses
 """
 
 import os

@@ -1,7 +1,7 @@
 """Hugging Face's `Trainer` with a parallel model.  Needs ``pip install moecompile[hf]``; docs/hugging_face_trainer.md explains it.
 
-    torchrun --nproc-per-node=2 examples/hf_trainer.py        # two ranks, four experts on each
-    python examples/hf_trainer.py                             # one process: the same losses and norms
+torchrun --nproc-per-node=2 examples/hf_trainer.py        # two ranks, four experts on each
+python examples/hf_trainer.py                             # one process: the same losses and norms
 """
 
 import os

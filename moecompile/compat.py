@@ -123,7 +123,7 @@ def without_new_symbols(mode: FakeTensorMode) -> AbstractContextManager[None]:
 
 def wrapper_tensor(cls: type[torch.Tensor], shape: Iterable[int], like: torch.Tensor) -> Any:
     """A tensor subclass of that shape without memory of its own; the documented way to make one has a private name."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
 
 @contextmanager

@@ -152,7 +152,8 @@ class _Walk:
         stand_ins: dict[int, Tensor] = {}
         originals: list[tuple[dict[str, Any], str, Tensor]] = []
         for module in modules:
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for name, item in table.items():
                     if item is None:
                         continue
@@ -161,7 +162,7 @@ class _Walk:
                         temporary.setdefault(id(item), (item, []))[1].append((module, name))
                     if id(item) not in stand_ins:
                         stand_ins[id(item)] = self._stand_in(item)
-                    table[name] = stand_ins[id(item)]  # type: ignore[assignment]
+                    table[name] = stand_ins[id(item)]
         try:
             yield temporary
         finally:

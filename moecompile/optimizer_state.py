@@ -142,14 +142,14 @@ def cut_loaded(state: State) -> None:
                 cut_entries(state, name, param, held)
 
 
-def cut_unused(state: State, name: str, param: nn.Parameter, held: MutableMapping[str, Any]) -> None:
+def cut_unused(state: State, name: str, param: Tensor, held: MutableMapping[str, Any]) -> None:
     """Cut a state that an optimizer made when it was built and that no step has used."""
     step = held.get("step")
     if step is not None and float(step) == 0:
         cut_entries(state, name, param, held)
 
 
-def cut_entries(state: State, name: str, param: nn.Parameter, held: MutableMapping[str, Any]) -> None:
+def cut_entries(state: State, name: str, param: Tensor, held: MutableMapping[str, Any]) -> None:
     """Replace whole tensors of one parameter's optimizer state by this rank's part."""
     for key, value in held.items():
         if (
@@ -166,8 +166,8 @@ def _names(state: State, opt: Optimizer) -> dict[int, str]:
         for param in group["params"]:
             if id(param) not in names:
                 raise ValueError(
-                    f"the optimizer's group {number} holds a tensor of shape {list(param.shape)} that is no parameter of the model; build it "
-                    "from model.parameters(), of which parallelize keeps the identity."
+                    f"the optimizer's group {number} holds a tensor of shape {list(param.shape)} that is no parameter of the model; "
+                    "build it from model.parameters(), of which parallelize keeps the identity."
                 )
     return names
 

@@ -123,10 +123,14 @@ class State:
 
     def _as_held(self, value: Tensor, cut: Cut | None) -> Tensor | None:
         """The local part of a value that already lies as the weight does; None where it lies otherwise."""
-        if isinstance(value, OwnedTensor) and cut is not None and cut.owner is not None:
-            if value.placed_as(cut.owner, self.groups.group_name(cut.axis)):
-                local = value.to_local()
-                return torch.empty(0, dtype=value.dtype, device=value.device) if local is None else local
+        owner = None if cut is None else cut.owner
+        if isinstance(value, OwnedTensor) and cut is not None and owner is not None:
+            local = (
+                value.to_local()
+                if self.weights.is_local(cut)
+                else torch.empty(0, dtype=value.dtype, device=value.device)
+            )
+            return local if value.placed_as(owner, self.groups.group_name(cut.axis)) else None
         if isinstance(value, DTensor):
             _check_own(value)
             same = cut is not None and cut.owner is None and value.device_mesh == self._mesh

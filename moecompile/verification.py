@@ -125,15 +125,19 @@ def verify(
     model = copy.deepcopy(model).cpu()
     if dtype is not None:
         model = model.to(dtype)
-    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped matmul that Hugging Face prefers has no float64
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if dtype is torch.float64 and choose is not None:
+        choose("eager")  # the grouped matmul that Hugging Face prefers has no float64
     calls = [
         [_slice(example, step * plan.num_data_ranks + rank, plan, dtype) for rank in range(plan.num_data_ranks)]
         for step in range(steps)
     ]
     alone = _run(copy.deepcopy(model), [_joined(row, plan) for row in calls], loss_fn, _plain_clip)
     job = _Job(model, plan, loss_fn, calls)
-    ranks: list[Trace] = launch(_on_rank, plan.world_size, job, timeout=timeout)
+    try:
+        ranks: list[Trace] = launch(_on_rank, plan.world_size, job, timeout=timeout)
+    except TypeError as error:  # what cannot be pickled
+        raise CaptureError(f"verify: {error}") from error
     used = _dtype(model)
     allowed = TOLERANCE.get(used, 1e-4) if tolerance is None else tolerance
     return Report(plan, allowed, tuple(compare(alone, ranks, Mesh(plan), used, allowed)))
@@ -183,15 +187,11 @@ def _run(
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of a model's return value: itself, its entry or field ``loss``, or its first scalar."""
-    if isinstance(output, Tensor):
-        return output
+    """The loss of a model's return value: its entry or field ``loss``, or its first scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None:
-        leaves = tree_flatten(output)[0]
-        found = next(
-            (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad), None
-        )
+        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        found = next((leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad), None)
     if not isinstance(found, Tensor):
         raise CaptureError(
             "verify: the model returns no loss for these arguments; pass labels in the example, or a loss_fn."

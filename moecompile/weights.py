@@ -68,7 +68,11 @@ class Weights:
         """The local tensor of a PARAM input as a differentiable function of the Parameters behind it."""
         if not item.stacked:
             return find(self.model, item.fqns[0])
-        return torch.stack([find(self.model, name) for name in self.local_names(item.fqns)])
+        local = self.local_names(item.fqns)
+        stack = torch.stack([find(self.model, name) for name in local])
+        # Other ranks' experts are empty here; joined in, they get the empty gradient that a step gives them.
+        absent = [find(self.model, name).reshape(-1) for name in item.fqns if name not in local]
+        return torch.cat([stack.reshape(-1), *absent]).view_as(stack) if absent else stack
 
     def parameters_of(self, item: Input) -> list[tuple[nn.Parameter, int | None]]:
         """The Parameters behind an input, each with its place in the local stack; None: held by another rank, or no stack."""

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from moecompile import graph as graphs
 from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.sharder import Sharder
@@ -69,7 +68,7 @@ def _finish(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
         results.append(made)
         outputs.append(Output(item.kind, item.name, item.leaf, item.what, (*item.placements, ("dp", want))))
     walk.graph.output(tuple(results))
-    graphs.eliminate_dead(walk.graph)
+    walk.drop_dead()
     offsets = [
         (node.name, Input(InputKind.OFFSET, node.name, axis=axis, stride=stride))
         for axis, stride, node in walk.new_offsets

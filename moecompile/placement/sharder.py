@@ -230,7 +230,9 @@ class Sharder:
             return made
         key = (made, axis, want)
         if key not in self._converted:
-            self._converted[key] = conversions.convert(self, made, like, axis, have, want)
+            # beside the value itself and not where it is first needed: layers that read it stay equal
+            with self.graph.inserting_before(_after(made)):
+                self._converted[key] = conversions.convert(self, made, like, axis, have, want)
         return self._converted[key]
 
     def offset(self, axis: str, stride: int = 1) -> Node:
@@ -245,6 +247,22 @@ class Sharder:
             self.offsets[key] = node
             self.new_offsets.append((axis, stride, node))
         return self.offsets[key]
+
+    def drop_dead(self) -> None:
+        """Erase what nothing reads: whole values of which only parts are used, and offsets without a reader."""
+        graphs.eliminate_dead(self.graph)
+        unused = [item for item in self.new_offsets if not item[2].users]
+        for item in unused:
+            self.new_offsets.remove(item)
+            self.graph.erase_node(item[2])
+
+
+def _after(made: Node) -> Node:
+    """The place behind a value, and behind all placeholders."""
+    place = made.next
+    while place.op == "placeholder":
+        place = place.next
+    return place
 
 
 def _same_shape(wanted: Sequence[Any], found: Sequence[Any]) -> bool:

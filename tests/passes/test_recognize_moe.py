@@ -154,10 +154,18 @@ def test_swapped_experts_are_seen() -> None:
     assert difference(program, model, tokens()) > 1e-3
 
 
-def test_layers_of_a_deep_model() -> None:
-    model = nn.Sequential(
-        styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), stacked.DenseBmm(), styles.SortUnsort()
-    ).double()
+class Deep(nn.Sequential):
+    """Layers with a norm before and a residual connection around each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = x + layer(nn.functional.rms_norm(x, (styles.WIDTH,)))
+        return x
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Deep])
+def test_layers_of_a_deep_model(kind: type[nn.Sequential]) -> None:
+    model = kind(styles.WhereLoop(), nn.LayerNorm(styles.WIDTH), stacked.DenseBmm(), styles.SortUnsort()).double()
     program = recognised(model, tokens())
     assert [(record["module"], record["how"].split()[0]) for record in program.layers] == [
         ("0", "loop"),

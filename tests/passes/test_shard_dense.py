@@ -23,7 +23,7 @@ from moecompile.placement.types import PARTIAL, Shard
 from moecompile.plan import Plan
 from moecompile.program import InputKind, OutputKind, Program
 from moecompile.runtime.simulator import simulate
-from tests.support import golden
+from tests.support import golden, hf_models
 
 IGNORED = -100
 ROWS, LENGTH, WIDTH, EXPERTS, TOP_K = 8, 4, 6, 4, 2
@@ -214,6 +214,32 @@ def test_balance_loss_of_transformers(masked: bool) -> None:
         given["attention_mask"][0, :3] = given["attention_mask"][5, 2:] = given["attention_mask"][7, 1:] = 0
     for dp in (2, 8):
         assert_parity(HuggingFace(), given, Plan(dp=dp), rtol=2e-6)  # it counts in float32
+
+
+class Whole(nn.Module):
+    """A Hugging Face model as a function of tensors to its loss, which includes the balance loss."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.inner = hf_models.build(family).double()
+
+    def forward(self, **given: Tensor) -> Tensor:
+        found: Tensor = self.inner(**given, output_router_logits=True, use_cache=False).loss
+        return found
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_padding_and_positions_of_transformers(family: str) -> None:
+    """Left and right padding and positions that differ by row, one sequence per rank."""
+    pytest.importorskip("transformers")
+    drawn = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(3, hf_models.VOCAB, (4, 10), generator=drawn) for _ in range(2))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, 7:] = mask[3, 1:] = 0
+    labels[mask == 0] = IGNORED
+    positions = (torch.arange(10)[None] + torch.arange(4)[:, None]).contiguous()
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+    assert_parity(Whole(family), given, Plan(dp=4), rtol=2e-6)  # it counts and turns positions in float32
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------------

@@ -226,6 +226,7 @@ class LockStep:
         self.program: Program = compile_call(model, request, pipeline=pipeline)
         self.mesh = self.program.mesh
         self._optimizer = optimizer
+        self._shapes: dict[Any, dict[str, torch.Size]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -306,8 +307,12 @@ class LockStep:
         return list(self.program.out_spec.unflatten(range(self.program.out_spec.num_leaves)))
 
     def _output_shapes(self, batch: Batch) -> dict[str, torch.Size]:
-        with torch.no_grad():
-            return {name: value.shape for name, value in self.model(**batch).items()}
+        """Shapes of the plain model's outputs; it runs once for each shape of batch."""
+        key = tuple(value.shape for value in batch.values())
+        if key not in self._shapes:
+            with torch.no_grad():
+                self._shapes[key] = {name: value.shape for name, value in self.model(**batch).items()}
+        return self._shapes[key]
 
 
 def local_value(program: Program, item: Input, model: nn.Module, rank: int) -> Tensor:

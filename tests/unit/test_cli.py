@@ -88,10 +88,12 @@ def test_inspect_names_every_layer(capsys):
     found = json.loads(capsys.readouterr().out)
     (layer,) = found["layers"]
     assert layer["module"] == "blocks.0.moe"
-    assert layer["source"].startswith("examples/module_list_experts.py:") or "module_list_experts.py:" in layer["source"]
+    assert (
+        layer["source"].startswith("examples/module_list_experts.py:") or "module_list_experts.py:" in layer["source"]
+    )
     assert (layer["experts"], layer["experts_per_rank"], layer["top_k"]) == (4, 2, 2)
     assert layer["parameters"] == 4 * (16 * 8 + 8 + 8 * 16 + 16)
-    assert [entry["pass"] for entry in found["passes"]][0] == "recognize-moe"
+    assert found["passes"][0]["pass"] == "recognize-moe"
     assert found["world_size"] == 2
 
 
@@ -160,7 +162,7 @@ def test_example_from_a_spec():
 
 def test_models_that_are_none():
     assert isinstance(load_model(MODEL), nn.Module)
-    with pytest.raises(CaptureError, match="package.module:name"):
+    with pytest.raises(CaptureError, match=r"package\.module:name"):
         load_model("model")
     with pytest.raises(CaptureError, match="importing nowhere failed"):
         load_model("nowhere:build")

@@ -37,8 +37,14 @@ def called(fn: Any, placed: list[str], *values: torch.Tensor, ranks: int = 2) ->
 
 
 def test_a_partial_value_is_summed_once_for_all_its_readers():
-    nodes = called(lambda x: x.exp() + x.sin(), ["P"], real(4))
-    assert [node.target for node in nodes].count(ops.all_reduce) == 1
+    """And where the value is made, not where it is first read."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = x.sum(0)
+        return y.exp() + total.exp() + total.sin()
+
+    targets = [node.target for node in called(fn, ["S(0)", "R"], real(4), real(1))]
+    assert targets[:2] == [aten.sum.dim_IntList, ops.all_reduce] and targets.count(ops.all_reduce) == 1
 
 
 def test_a_whole_integer_is_shared_out_without_a_fraction():
