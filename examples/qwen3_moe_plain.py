@@ -27,6 +27,7 @@ class Config:
     num_experts: int = 16
     top_k: int = 4
     expert_size: int = 128
+    balance_weight: float = 0.01
     rope_theta: float = 10_000.0
     eps: float = 1e-6
 
@@ -78,17 +79,19 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Softmax over all experts, the K largest kept and renormalised."""
+    """Softmax over all experts, the K largest kept and renormalised; and how unevenly the tokens are spread, 1 for evenly."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.top_k = config.top_k
+        self.num_experts, self.top_k = config.num_experts, config.top_k
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
-    def forward(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_NH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probs_NE = F.linear(x_NH, self.weight).softmax(-1)
         probs_NK, ids_NK = probs_NE.topk(self.top_k, -1)
-        return probs_NK / probs_NK.sum(-1, keepdim=True), ids_NK
+        share_E = F.one_hot(ids_NK, self.num_experts).to(probs_NE.dtype).mean((0, 1))
+        balance = self.num_experts * (share_E * probs_NE.mean(0)).sum()
+        return probs_NK / probs_NK.sum(-1, keepdim=True), ids_NK, balance
 
 
 class Experts(nn.Module):
@@ -116,10 +119,10 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         x_NH = x_BSH.reshape(-1, x_BSH.shape[-1])
-        probs_NK, ids_NK = self.router(x_NH)
-        return self.experts(x_NH, probs_NK, ids_NK).reshape(x_BSH.shape)
+        probs_NK, ids_NK, balance = self.router(x_NH)
+        return self.experts(x_NH, probs_NK, ids_NK).reshape(x_BSH.shape), balance
 
 
 class Layer(nn.Module):
@@ -130,9 +133,10 @@ class Layer(nn.Module):
         self.moe_norm = nn.RMSNorm(config.hidden_size, config.eps)
         self.moe = MoE(config)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
-        return x_BSH + self.moe(self.moe_norm(x_BSH))
+        y_BSH, balance = self.moe(self.moe_norm(x_BSH))
+        return x_BSH + y_BSH, balance
 
 
 class Qwen3Moe(nn.Module):
@@ -150,12 +154,15 @@ class Qwen3Moe(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        x_BSH = self.embed(input_ids)
+        x_BSH, balance = self.embed(input_ids), []
         for layer in self.layers:
-            x_BSH = layer(x_BSH)
+            x_BSH, layer_balance = layer(x_BSH)
+            balance.append(layer_balance)
         logits = self.head(self.norm(x_BSH))
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return Output(loss, logits)
+        if labels is None:
+            return Output(None, logits)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Output(loss + self.config.balance_weight * torch.stack(balance).mean(), logits)
 
 
 def build(config: Config | None = None) -> Qwen3Moe:

@@ -11,7 +11,7 @@ Does nothing where the router is that wide already.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch.fx import GraphModule, Node

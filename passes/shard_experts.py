@@ -41,7 +41,7 @@ class ShardExperts(Pass):
         for weight in weights:
             _check_divides(weight, ranks)
         inputs = dict(ctx.program.items())
-        cut = _cut_parameters(weights, inputs)
+        cut = _cut_parameters(graph.graph, weights, inputs, ctx)
         walk = sharder(graph.graph, {"ep": ranks}, ctx.mode)
         _rebuild(graph.graph, walk, set(weights), set(cut))
         by_name = {node.name: item.placed("ep", Shard(0)) if node in cut else item for node, item in inputs.items()}
@@ -61,16 +61,18 @@ def _check_divides(weight: Node, ranks: int) -> None:
         )
 
 
-def _cut_parameters(weights: list[Node], inputs: dict[Node, Input]) -> list[Node]:
-    """Parameters stacked along the expert dim of a weight they reach."""
+def _cut_parameters(graph: Graph, weights: list[Node], inputs: dict[Node, Input], ctx: PassContext) -> list[Node]:
+    """Parameters whose cut along dim 0 is a cut along the expert dim of every weight they reach."""
     found: dict[Node, None] = {}
     for weight in weights:
-        shape = meta.tensor(weight).shape
+        experts = meta.tensor(weight).shape[0]
         for node in [weight, *graphs.ancestors(weight)]:
             item = inputs.get(node)
-            if item is None or item.kind not in (InputKind.PARAM, InputKind.BUFFER):
+            if item is None or item.kind not in (InputKind.PARAM, InputKind.BUFFER) or node in found:
                 continue
-            if item.shape and item.shape[0] == shape[0] and (item.stacked or len(item.shape) == len(shape)):
+            if node is weight or (
+                item.shape and item.shape[0] % experts == 0 and _cuts_experts(graph, weight, node, ctx)
+            ):
                 found[node] = None
     if not found:
         raise PassError(
@@ -78,6 +80,21 @@ def _cut_parameters(weights: list[Node], inputs: dict[Node, Input]) -> list[Node
             f"weights as [num_experts, ...] or as one module per expert."
         )
     return list(found)
+
+
+def _cuts_experts(graph: Graph, weight: Node, parameter: Node, ctx: PassContext) -> bool:
+    """Try it: with only this parameter cut, the weight that depends on it is S(0)."""
+    walk = sharder(graph, {"ep": ctx.mesh.size("ep")}, ctx.mode)
+    region = graphs.ancestors(weight) | {weight}
+    try:
+        for node in (node for node in graph.nodes if node in region):
+            if node.op == "placeholder":
+                walk.add_placeholder(node, {"ep": Shard(0) if node is parameter else REPLICATE})
+            else:
+                walk.visit(node)
+    except PassError:
+        return False
+    return walk.place(weight, "ep") == Shard(0)
 
 
 def _rebuild(graph: Graph, walk: Sharder, weights: set[Node], cut: set[Node]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moecompile import ops
 from moecompile.plan import Plan
 from tests.support import moe_styles as styles
-from tests.support.moe_stacked_styles import STACKED, FlatStorage
+from tests.support.moe_stacked_styles import STACKED
 from tests.support.parity import Batch, LockStep, compare, plain
 
 PLAN = Plan(dp=2, ep=2)
@@ -39,8 +39,7 @@ def batch(seed: int) -> Batch:
     return {"x": draw[0], "labels": draw[1]}
 
 
-# FlatStorage keeps its experts in rows of one matrix, a layout that shard-experts does not cut.
-STYLES = [kind for kind in (*styles.SEPARATE, *STACKED) if kind is not FlatStorage]
+STYLES = [*styles.SEPARATE, *STACKED]
 
 
 @pytest.mark.parametrize("kind", STYLES, ids=lambda kind: kind.__name__)
