@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_UNUSED = -0.0
 _BASE = ("state", "param_groups", "defaults", "step", "zero_grad", "profile_hook_step", "_zero_grad_profile_name")
 
 
@@ -45,21 +46,33 @@ def run(opt: Optimizer) -> None:
 
 
 def fresh_state(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int) -> dict[str, Any]:
-    """The entries that a first step would make for ``param``: zeros of its shape, and step counts at zero.
+    """The entries that a first step would make for ``param``: zeros of its shape (see `is_unused`), and step counts at zero.
 
     ``ndim`` is the number of dims of the plain parameter; another rank's expert has lost them.
     """
-    dummy = nn.Parameter(torch.zeros([2] * ndim, dtype=param.dtype, device=param.device))
+    device = torch.device("cpu") if param.is_meta else param.device
+    dummy = nn.Parameter(torch.zeros([2] * ndim, dtype=param.dtype, device=device))
     dummy.grad = torch.zeros_like(dummy)
     made = probe(opt, group, [dummy], 0.0)
     run(made)
     found: dict[str, Any] = {}
     for key, value in made.state[dummy].items():
         if isinstance(value, Tensor):
-            found[key] = value.new_zeros(param.shape if value.shape == dummy.shape else value.shape)
+            moment = value.shape == dummy.shape
+            found[key] = torch.full_like(param, _UNUSED, dtype=value.dtype) if moment else torch.zeros_like(value)
         else:
             found[key] = value
     return found
+
+
+def is_unused(held: Mapping[str, Any]) -> bool:
+    """Whether an entry is what `fresh_state` made, unused since: its moments are all minus zero.
+
+    To whoever computes with them these are zeros, and no optimizer leaves a tensor of them; so the mark costs no entry of its own
+    in a checkpoint, which would keep it from being exchanged with plain code.
+    """
+    moments = [value for value in held.values() if isinstance(value, Tensor) and value.dim() and value.numel()]
+    return bool(moments) and all(bool((value.signbit() & (value == 0)).all()) for value in moments)
 
 
 def is_elementwise(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int) -> bool:

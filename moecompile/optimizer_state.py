@@ -1,9 +1,8 @@
 """An optimizer's state under parameter names and in global shapes, and back under any plan.
 
 The form is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {name: {key: value}}, "param_groups": [...]}`` with
-names in ``params``. Moments are spread as their parameter is, so one checkpoint serves every plan and a single process. One more
-entry, ``without_state``, names the parameters that no step has updated yet: their moments are in the file as a template
-for readers and are dropped on loading.
+names in ``params``. Moments are spread as their parameter is, so one checkpoint serves every plan and a single process.
+Parameters that no step has updated yet have zeros in it, as a template for readers, which are marked and dropped on loading.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .optimizer_probe import fresh_state
+from .optimizer_probe import fresh_state, is_unused
 from .state import State
 
 
@@ -25,14 +24,12 @@ def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
     """
     names = _names(state, opt)
     found: dict[str, Any] = {}
-    missing: list[str] = []
     for group in opt.param_groups:
         for param in group["params"]:
             name = names[id(param)]
             held = opt.state.get(param)
             if not held and param.requires_grad:
                 held = fresh_state(opt, group, param, len(state.weights.global_shape(name)))
-                missing.append(name)
             if held:
                 cut_unused(state, name, param, held)
                 found[name] = {key: _spread(state, name, param, key, value) for key, value in held.items()}
@@ -43,7 +40,7 @@ def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
         }
         for group in opt.param_groups
     ]
-    return {"state": found, "param_groups": groups, "without_state": missing}
+    return {"state": found, "param_groups": groups}
 
 
 def _spread(state: State, name: str, param: nn.Parameter, key: str, value: Any) -> Any:
@@ -68,15 +65,19 @@ def load_optimizer(state: State, opt: Optimizer, given: Mapping[str, Any]) -> No
     Raises ValueError for parameters that are missing or unknown, for other groups, and for shapes that are not the plain model's.
     """
     names = _names(state, opt)
+    if any(param.is_meta for group in opt.param_groups for param in group["params"]):
+        raise ValueError(
+            "the optimizer's parameters are on the meta device and would take its state there; load the model's weights first, or call "
+            "the model once."
+        )
     ours = [[names[id(param)] for param in group["params"]] for group in opt.param_groups]
     saved, saved_groups = _by_name(given, ours)
-    empty = set(given.get("without_state", ()))
     flat = [name for group in ours for name in group]
-    local = {
-        index: {key: _local(state, name, value) for key, value in saved[name].items()}
-        for index, name in enumerate(flat)
-        if name in saved and name not in empty
-    }
+    local: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(flat):
+        entry = {key: _local(state, name, value) for key, value in saved.get(name, {}).items()}
+        if entry and not is_unused(entry):
+            local[index] = entry
     groups, index = [], 0
     for group in ours:
         values = {key: value for key, value in _group_of(group, saved_groups).items() if key != "params"}

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=default.steps, help="%(default)s")
     parser.add_argument("--batch", type=int, default=default.batch, help="rows of the global batch (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=default.seq_len, help="bytes a row (%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="%(default)s")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="%(default)s")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--no-reference", action="store_true", help="leave the one process out")
     parser.add_argument("--tolerance", type=float, help="largest difference of the losses (by dtype)")

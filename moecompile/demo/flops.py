@@ -30,7 +30,7 @@ def count(program: Program, rows: int = 0) -> int:
     return found
 
 
-def measured_peak(threads: int, dtype: torch.dtype = torch.float32, size: int = 1024, rounds: int = 5) -> float:
+def measured_peak(threads: int, dtype: torch.dtype = torch.float32, size: int = 1024, rounds: int = 10) -> float:
     """FLOP/s of the best of a few ``size``-square matmuls on ``threads`` threads of this machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

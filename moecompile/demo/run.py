@@ -21,8 +21,9 @@ from . import corpus, flops, models, show, worker
 from .layer_text import layer_text
 from .worker import Job, StepReport, Trainer
 
-# Largest difference of the two losses that the order of sums explains over the demo's steps, by type of the weights.
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-9}
+# Largest difference of the two losses that the order of sums explains. In float64 it stays near 1e-13. In float32 a near tie
+# between two experts is decided differently sooner or later, and from there on both runs are right and drift apart.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-2}
 _STEP_TIMEOUT_S = 300.0
 
 
@@ -36,7 +37,7 @@ class Settings:
     batch: int = 8
     seq_len: int = 128
     lr: float = 2e-3
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float64
     device: str = "cpu"
     reference: bool = True
     tolerance: float | None = None

@@ -28,8 +28,8 @@ def progress_bar(console: Console) -> Progress:
 
 def step_line(number: int, loss: float, reference: float | None, tokens_per_s: float, utilisation: float) -> str:
     """One step in one line; ``tokens_per_s`` is per rank, ``utilisation`` a fraction of the measured peak."""
-    against = f"  one process {reference:.6f}  difference {abs(loss - reference):.1e}" if reference is not None else ""
-    return f"step {number:>3}  loss {loss:.6f}{against}  {tokens_per_s:>5,.0f} tokens/s a rank  MFU {100 * utilisation:.0f}%"
+    against = f"  one process {reference:.9f}  difference {abs(loss - reference):.1e}" if reference is not None else ""
+    return f"step {number:>3}  loss {loss:.9f}{against}  {tokens_per_s:>5,.0f} tokens/s a rank  MFU {100 * utilisation:.0f}%"
 
 
 def advance(progress: Progress, task: TaskID, figures: str) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from moecompile import api
 from moecompile.plan import Plan
 
 from . import corpus, flops, models
+
+_WARM_UP_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,6 @@ def build(job: Job) -> nn.Module:
     return models.MODELS[job.model].build().to(job.device, job.dtype)
 
 
-def optimizer_of(model: nn.Module, job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=job.lr)
-
-
 class Trainer:
     """The plain loop of one process over its rows of every global batch; rank None is the one-process reference."""
 
@@ -71,7 +70,8 @@ class Trainer:
             start = time.perf_counter()
             self.model = api.parallelize(self.model, job.plan, example=self._call(0))
             self.compile_seconds = time.perf_counter() - start
-        self.optimizer = optimizer_of(self.model, job)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=job.lr)
+        self.schedule = LambdaLR(self.optimizer, lambda done: min(1.0, (done + 1) / _WARM_UP_STEPS))
 
     def _call(self, number: int) -> dict[str, Any]:
         """This process's part of the batch of one step."""
@@ -87,6 +87,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = self._clip()
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         seen = loss.item()
         return StepReport(seen, float(norm), time.perf_counter() - start)

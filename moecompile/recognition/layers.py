@@ -33,6 +33,11 @@ ACCEPTED = (
     "and adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] "
     "with bmm, einsum or w[e]"
 )
+aten = torch.ops.aten
+_REDUCTIONS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.histc.default, aten.bincount.default,
+    aten.scatter_add.default, aten.index_add.default,
+}  # fmt: skip
 _KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
 
 
@@ -63,7 +68,7 @@ def find_layers(graph: Graph, inputs: Mapping[Node, Input], constants: Mapping[s
     choices = find_choices(graph)
     canonical = {choice.node for choice in choices if _is_canonical(choice)}
     for choice in choices:
-        if choice.node in canonical:
+        if choice.node in canonical or _only_counted(graph, choice, inputs, static):
             continue
         region = Region(graph, choice, static)
         if canonical & region.early:
@@ -88,6 +93,37 @@ def _is_canonical(choice: Choice) -> bool:
                 reached.add(user)
                 todo.append(user)
     return False
+
+
+def _only_counted(graph: Graph, choice: Choice, inputs: Mapping[Node, Input], static: frozenset[Node]) -> bool:
+    """Whether the decision ends in sums over tokens without meeting a weight before: a balance statistic of a router.
+
+    Its readers may use what the decision itself was made from, and what no parameter enters (a padding mask); an expert would
+    bring a parameter in.
+    """
+    before = ir.ancestors(choice.node)
+    weights = {node for node, item in inputs.items() if item.kind is InputKind.PARAM}
+    reached = {choice.node}
+    for node in graph.nodes:
+        if not reached.intersection(node.all_input_nodes):
+            continue
+        for other in set(node.all_input_nodes) - reached:
+            below = ir.ancestors(other) | {other}
+            if other in static or other not in before:
+                below = below if other in static else below - before
+                if below & weights:
+                    return False
+        if not _is_statistic(node, choice.num_tokens):
+            reached.add(node)
+    return True
+
+
+def _is_statistic(node: Node, num_tokens: int) -> bool:
+    """A sum over tokens: a scalar, or a reduction to fewer numbers than there are tokens."""
+    if not meta.is_tensor(node):
+        return False
+    found = meta.tensor(node)
+    return found.dim() == 0 or (node.target in _REDUCTIONS and found.numel() < num_tokens)
 
 
 def _prepares_another(region: Region, proposal: Proposal, choices: list[Choice]) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import moecompile as mc
 from moecompile.errors import CaptureError
@@ -161,6 +164,46 @@ def test_a_state_loaded_on_meta_replaces_initialisation(ranks: Ranks) -> None:
         assert abs(found - loss.item()) < 1e-12
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-11, atol=1e-13)
+
+
+def resumed_from_meta(rank: int, plan: Plan, folder: str) -> tuple[str, float]:
+    """The plain loop's way: a checkpoint goes into templates that have no memory, then into model and optimizer."""
+    model = on_meta(tiny, LOOP)
+    stepper = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with parallel(model, plan) as made:
+        state = {"model": made.state_dict(), "optim": mc.optimizer_state_dict(made, stepper)}
+        dcp.load(state, checkpoint_id=folder)
+        try:
+            mc.load_optimizer_state_dict(made, stepper, state["optim"])
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        made.load_state_dict(state["model"])
+        mc.load_optimizer_state_dict(made, stepper, state["optim"])
+        for batch in (BATCH, tokens(8, 5, 1)):
+            loss = made(**slice_for(batch, plan, rank))["loss"]
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+        return said, loss.item()
+
+
+def test_a_checkpoint_resumes_on_meta(ranks: Ranks, tmp_path: Path) -> None:
+    model = tiny(LOOP)
+    stepper = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for at, batch in enumerate((tokens(8, 5, 2), BATCH, tokens(8, 5, 1))):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(loss.item())
+        if at == 0:
+            state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, stepper)}
+            dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for said, found in ranks.run(2, resumed_from_meta, Plan(dp=2, ep=2), str(tmp_path)):
+        assert "load the model's weights first" in said
+        assert found == pytest.approx(losses[-1], rel=1e-11)
 
 
 # ---- the walk, in one process ------------------------------------------------------------------------------------------

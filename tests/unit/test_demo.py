@@ -49,8 +49,8 @@ def test_a_short_run(tmp_path):
     assert process.returncode == 0, errors
     steps = re.findall(r"step +(\d+)  loss ([\d.]+)  one process ([\d.]+)  difference ([\d.e+-]+)", told)
     assert [int(step) for step, *_ in steps] == [0, 1, 2]
-    assert all(float(gap) <= TOLERANCE[torch.float32] for *_, gap in steps)
-    assert float(steps[-1][1]) < float(steps[0][1]), "three steps of training lower the loss"
+    assert all(float(gap) <= TOLERANCE[torch.float64] for *_, gap in steps)
+    assert float(steps[-1][1]) < float(steps[0][1]), "training lowers the loss"
     for wanted in (
         "tokens/s a rank",
         "MFU",

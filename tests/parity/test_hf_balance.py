@@ -1,0 +1,34 @@
+"""Hugging Face's balance loss over router logits means the global batch, and is not taken for a router itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import moecompile as mc
+from tests.support import hf_models
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding mask"])
+def test_balance_loss_of_the_global_batch(family: str, masked: bool) -> None:
+    model = hf_models.build(family).double()
+    batch = hf_models.batch(size=4)
+    if masked:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -5:] = 0
+        batch["attention_mask"][3, -2:] = 0
+    plain = copy.deepcopy(model)
+    plain.config._experts_implementation = "eager"
+    out = plain(**batch, output_router_logits=True)
+    out.loss.backward()
+    assert out.aux_loss > 0
+    parts = [{name: item[rank * 2 : rank * 2 + 2] for name, item in batch.items()} for rank in range(2)]
+    found = mc.simulate_ranks(model, mc.Plan(dp=2, ep=2), [{**part, "output_router_logits": True} for part in parts])
+    torch.testing.assert_close(found.loss, out.loss.detach(), rtol=1e-6, atol=0)  # computed in fp32 by the model
+    for name, param in plain.named_parameters():
+        if "router" in name or "mlp.gate." in name or "block_sparse_moe.gate" in name:
+            assert param.grad is not None
+            torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-5, atol=1e-9)
