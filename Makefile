@@ -22,6 +22,9 @@ help:
 	@echo "make test   lint, then every test that needs no GPU and is not slow"
 	@echo "make lint   ruff, mypy --strict"
 
+# Test files at a time; each test runs on one thread.
+WORKERS := 2
+
 # The stamp goes stale when the dependencies change; the package itself is installed editable.
 comma := ,
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
@@ -43,7 +46,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' -n $(WORKERS) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
