@@ -24,9 +24,9 @@ class Config:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    num_experts: int = 16
-    top_k: int = 4
-    expert_size: int = 128
+    num_experts: int = 8
+    top_k: int = 2
+    expert_size: int = 256
     balance_weight: float = 0.01
     rope_theta: float = 10_000.0
     eps: float = 1e-6

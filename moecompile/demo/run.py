@@ -33,7 +33,7 @@ class Settings:
 
     model: str = "qwen3"
     plan: Plan = field(default_factory=lambda: Plan(dp=4, ep=4))
-    steps: int = 60
+    steps: int = 50
     batch: int = 8
     seq_len: int = 128
     lr: float = 2e-3

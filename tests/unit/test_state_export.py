@@ -55,3 +55,33 @@ def test_case_35_export_and_reload(ranks: Ranks, tie: bool, tmp_path: Path) -> N
             assert torch.equal(weights[name], value), name
         assert not others
     torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+def adapted() -> torch.nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    return peft.get_peft_model(mixtral(False), config)
+
+
+def train_adapters(rank: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    with parallel(adapted(), PLAN) as made:
+        ids = IDS.chunk(2)[rank]
+        opt = torch.optim.AdamW([param for param in made.parameters() if param.requires_grad], lr=0.1)
+        for _ in range(2):
+            made(input_ids=ids, labels=ids).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        made.save_pretrained(folder)
+        return mc.full_state_dict(made), list(mc.optimizer_state_dict(made, opt)["state"])
+
+
+def test_adapters_are_saved_alone_and_whole(ranks: Ranks, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    found = ranks.run(2, train_adapters, str(tmp_path))
+    again = peft.PeftModel.from_pretrained(mixtral(False), tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 10_000
+    for weights, trained in found:
+        assert len(trained) == 4 and all("lora_" in name for name in trained)
+        for name, value in again.state_dict().items():
+            assert torch.equal(weights[name], value), name
+            assert "lora_" not in name or value.count_nonzero()
