@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=default.batch, help="rows of the global batch (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=default.seq_len, help="bytes a row (%(default)s)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="%(default)s")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank (%(default)s)")
     parser.add_argument("--no-reference", action="store_true", help="leave the one process out")
     parser.add_argument("--tolerance", type=float, help="largest difference of the losses (by dtype)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder of the plot (%(default)s)")

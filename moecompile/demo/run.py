@@ -48,11 +48,16 @@ class Settings:
         return TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
 
     def job(self) -> Job:
-        """What the processes need of this. PlanError for a batch that the data ranks do not divide."""
+        """What the processes need of this. PlanError for a batch that the data ranks do not divide, or too few GPUs."""
         ranks = self.plan.num_data_ranks
         if self.batch % ranks:
             raise PlanError(
                 f"demo: a batch of {self.batch} rows cannot be cut over dp={ranks}; use --batch {ranks * max(1, self.batch // ranks)}."
+            )
+        if self.device != "cpu" and torch.cuda.device_count() < self.plan.world_size:
+            raise PlanError(
+                f"demo: {self.plan} needs {self.plan.world_size} GPUs, one a rank, and this machine has "
+                f"{torch.cuda.device_count()}; use --device cpu or a smaller --plan."
             )
         return Job(self.model, self.plan, self.batch, self.seq_len, self.lr, self.dtype, self.device)
 
@@ -108,7 +113,7 @@ def _train(settings: Settings, pool: RankPool, reference: Trainer | None, speed:
             seconds = max(report.seconds for report in reports)
             curves.losses.append(reports[0].loss)
             if reference is not None:
-                curves.reference.append(_alone(reference, number))
+                curves.reference.append(reference.step(number).loss)
             line = show.step_line(
                 number,
                 curves.losses[-1],
@@ -120,16 +125,6 @@ def _train(settings: Settings, pool: RankPool, reference: Trainer | None, speed:
             show.advance(progress, task, f"largest difference {curves.max_difference:.1e}" if reference else "")
             _check(settings, number, reports, curves)
     return curves
-
-
-def _alone(reference: Trainer, number: int) -> float:
-    """A step of the one process; the ranks wait, so it may use every core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    try:
-        return reference.step(number).loss
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check(settings: Settings, number: int, reports: list[StepReport], curves: Curves) -> None:

@@ -54,8 +54,10 @@ class StartReport:
     flops: int
 
 
-def build(job: Job) -> nn.Module:
-    return models.MODELS[job.model].build().to(job.device, job.dtype)
+def build(job: Job, rank: int | None = None) -> nn.Module:
+    """The plain model on this process's device."""
+    place = "cpu" if job.device == "cpu" else f"cuda:{rank or 0}"
+    return models.MODELS[job.model].build().to(place, job.dtype)
 
 
 class Trainer:
@@ -64,7 +66,8 @@ class Trainer:
     def __init__(self, job: Job, rank: int | None = None) -> None:
         self.job, self.rank = job, rank
         self.text = corpus.load()
-        self.model: Any = build(job)
+        self.model: Any = build(job, rank)
+        self.device = next(self.model.parameters()).device
         self.compile_seconds = 0.0
         if rank is not None:
             start = time.perf_counter()
@@ -79,7 +82,7 @@ class Trainer:
         if self.rank is not None:
             window = window.chunk(self.job.plan.num_data_ranks)[self.job.plan.data_rank(self.rank)]
         call = models.MODELS[self.job.model].call(window)
-        return {name: tensor.to(self.job.device) for name, tensor in call.items()}
+        return {name: tensor.to(self.device) for name, tensor in call.items()}
 
     def step(self, number: int) -> StepReport:
         start = time.perf_counter()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -140,6 +141,8 @@ def test_a_signal_to_the_parent_leaves_no_process(tmp_path: Path, number: signal
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A suite that runs in the background ignores Ctrl-C, and what it starts would inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
     while not all(file.exists() for file in files):

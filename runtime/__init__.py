@@ -1,0 +1,1 @@
+"""What executes a program: process groups, kernels, executor, launcher, and the simulator of all ranks."""
