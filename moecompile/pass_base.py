@@ -10,13 +10,14 @@ import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args, get_origin
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from .compat import FakeTensorMode
 from .errors import PassError
 from .mesh import Mesh
 from .plan import Plan
-from .program import Level, Program
+from .program import Input, Level, Program
 
 
 class Fact(enum.Enum):
@@ -62,6 +63,16 @@ class PassContext:
     @property
     def mesh(self) -> Mesh:
         return self.program.mesh
+
+    def add_input(self, item: Input, dtype: torch.dtype) -> Node:
+        """A scalar placeholder behind the others, with ``item`` as its description; both get the name the graph gives it."""
+        last = self.program.placeholders()[-1]
+        with self.program.graph.inserting_after(last):
+            node = self.program.graph.placeholder(item.name)
+        with self.mode:
+            node.meta["val"] = torch.empty((), dtype=dtype)
+        self.program.inputs.append(dataclasses.replace(item, name=node.name))
+        return node
 
     def decline(self, name: str, reason: str) -> None:
         """Record once why a pass left something as it was."""

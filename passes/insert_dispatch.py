@@ -141,7 +141,7 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
 
     with graph.inserting_before(first):
         everyone, all_ids = make(ops.all_gather, tokens, ranks, "ep"), make(ops.all_gather, ids, ranks, "ep")
-        start = offset_input(graph, ctx, "ep", experts // ranks)
+        start = offset_input(ctx, "ep", experts // ranks)
         received = make(ops.exchange_counts, region.counts, ranks, "ep")
         _, recv, _ = graphs.unpack(graph, make(ops.sizes_to_host, region.counts, received))
         num_rows = make(aten._local_scalar_dense.default, make(aten.sum.default, recv))
@@ -168,19 +168,13 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
     graphs.replace(region.unpermute, home)
 
 
-def offset_input(graph: Graph, ctx: PassContext, axis: str, stride: int) -> Node:
+def offset_input(ctx: PassContext, axis: str, stride: int) -> Node:
     """The placeholder that holds this rank's index on ``axis`` times ``stride``; made once, after the other placeholders."""
     for node, item in ctx.program.items():
         if item.kind is InputKind.OFFSET and (item.axis, item.stride) == (axis, stride):
             return node
-    last = ctx.program.placeholders()[-1]
-    name = f"{axis}_offset_{stride}"
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    with ctx.mode:
-        node.meta["val"] = torch.empty((), dtype=torch.int64)
-    ctx.program.inputs.append(Input(InputKind.OFFSET, node.name, axis=axis, stride=stride))
-    return node
+    item = Input(InputKind.OFFSET, f"{axis}_offset_{stride}", axis=axis, stride=stride)
+    return ctx.add_input(item, torch.int64)
 
 
 def _move_body(region: Region, moved: dict[Node, Node], num_rows: Node, ctx: PassContext) -> None:

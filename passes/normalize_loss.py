@@ -52,7 +52,7 @@ class NormalizeLoss(Pass):
         dtype = meta.tensor(loss).dtype
         for mean in means:
             count = _count(graph.graph, mean, ctx)
-            scale = _scale_input(graph.graph, ctx, f"{NUM_VALID}_{len(_scales(ctx))}", dtype)
+            scale = ctx.add_input(Input(InputKind.SCALE, f"{NUM_VALID}_{len(_scales(ctx))}"), dtype)
             _divide_by(graph.graph, mean, scale, ctx)
             results.append(count)
             program.outputs.append(Output(OutputKind.METRIC, program.inputs[-1].name, what=NUM_VALID))
@@ -122,13 +122,3 @@ def _divide_by(graph: Graph, mean: Node, scale: Node, ctx: PassContext) -> None:
     with graph.inserting_after(mean):
         divided = graphs.call(graph, aten.div.Tensor, mean, scale, like=mean, mode=ctx.mode)
     mean.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
-
-
-def _scale_input(graph: Graph, ctx: PassContext, name: str, dtype: torch.dtype) -> Node:
-    last = ctx.program.placeholders()[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    with ctx.mode:
-        node.meta["val"] = torch.empty((), dtype=dtype)
-    ctx.program.inputs.append(Input(InputKind.SCALE, node.name))
-    return node

@@ -66,8 +66,8 @@ class _Source:
 
     def __init__(self, graph: Graph, ctx: PassContext) -> None:
         self.graph, self.ctx, self.streams = graph, ctx, 0
-        self.seed = _input(graph, ctx, "seed", InputKind.SEED)
-        self.whole = _input(graph, ctx, "no_offset", InputKind.OFFSET)
+        self.seed = ctx.add_input(Input(InputKind.SEED, "seed"), torch.int64)
+        self.whole = ctx.add_input(Input(InputKind.OFFSET, "no_offset", axis="world", stride=0), torch.int64)
         self._after = self.whole
 
     def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
@@ -79,16 +79,6 @@ class _Source:
             seed = graphs.call(self.graph, ops.fold_seed, self.seed, self.streams, mode=self.ctx.mode)
         self._after, self.streams = seed, self.streams + 1
         return self.call(ops.uniform, like, seed, self.whole, 0, 1, 1, like=node)
-
-
-def _input(graph: Graph, ctx: PassContext, name: str, kind: InputKind) -> Node:
-    last = ctx.program.placeholders()[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    with ctx.mode:
-        node.meta["val"] = torch.empty((), dtype=torch.int64)
-    ctx.program.inputs.append(Input(kind, node.name, axis="world", stride=0))
-    return node
 
 
 def _dropout(node: Node, draw: _Source) -> Node:
