@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moecompile.errors import CaptureError, PassError, PlanError, VerifyError
+from moecompile.ops import transport
 from moecompile.runtime.faults import RELAYED, PeerError, are_missing, is_peer_fault, missing_ranks
 from moecompile.runtime.process_groups import ProcessGroups
 
@@ -71,9 +72,9 @@ def _exchange(
 
 
 def _all_gather(group: dist.ProcessGroup, world_size: int, mine: torch.Tensor) -> list[torch.Tensor]:
-    out = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(out, mine, group=group)
-    return out
+    out = mine.new_empty(world_size, *mine.shape)
+    transport.all_gather(out.view(-1), mine, group)
+    return list(out)
 
 
 def _type_name(error: Exception) -> str:

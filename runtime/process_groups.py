@@ -20,8 +20,11 @@ from moecompile import meta, ops
 from moecompile.compat import OpOverload, PrefixStore, default_store
 from moecompile.errors import PlanError, VerifyError
 from moecompile.mesh import Mesh
+from moecompile.ops import transport
 from moecompile.plan import Plan, torchrun_line
+from moecompile.runtime import shared_memory
 from moecompile.runtime.faults import PeerError, is_peer_fault
+from moecompile.runtime.shared_memory import SharedMemory
 
 # Numbers the ProcessGroups of a process: every rank makes them in the same order, so all count alike.
 _serial = itertools.count()
@@ -69,6 +72,7 @@ class ProcessGroups:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         self._made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+        self._links: dict[str, SharedMemory] = {}
         number = next(_serial)
         # A corner of the default store in which ranks say that they are alive after a failure.
         self.fault_store = PrefixStore(f"moecompile/faults/{number}", default_store()) if self.distributed else None
@@ -110,6 +114,8 @@ class ProcessGroups:
                     made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                     if isinstance(made, dist.ProcessGroup):  # a rank outside the group gets a marker
                         self._made[key] = made
+                if backend == "gloo":
+                    self._link(self._made[key])
             except RuntimeError as error:
                 if not is_peer_fault(error):
                     raise
@@ -120,6 +126,19 @@ class ProcessGroups:
                 ) from error
         return self._made[key]
 
+    def _link(self, group: dist.ProcessGroup) -> None:
+        """CPU ranks of one host talk through shared memory."""
+        link = shared_memory.connect(group, self.mesh.plan.timeout)
+        if link is not None:
+            self._links[group.group_name] = link
+            transport.attach(group.group_name, link)
+
+    def _unlink(self, group: dist.ProcessGroup) -> None:
+        link = self._links.pop(group.group_name, None)
+        if link is not None:
+            transport.detach(group.group_name)
+            link.close()
+
     def hang_up(self) -> None:
         """After a failure: drop the connections, so that peers that wait for this rank fail at once, too.
 
@@ -128,12 +147,14 @@ class ProcessGroups:
         for key, group in list(self._made.items()):
             if dist.get_backend(group) == "gloo":
                 del self._made[key]
+                self._unlink(group)
                 dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Take the groups down. Graphs bound to them cannot run afterwards."""
         while self._made:
             _, group = self._made.popitem()
+            self._unlink(group)
             dist.destroy_process_group(group)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecompile.compat import all_gather_single, reduce_scatter_single, resolve_process_group
+from moecompile.compat import reduce_scatter_single, resolve_process_group
+from moecompile.ops import transport
 from moecompile.ops.registry import define, require
-
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+from moecompile.ops.transport import REDUCTIONS
 
 
 def group_of(where: str, axis: str, size: int | None = None) -> dist.ProcessGroup:
@@ -49,7 +49,7 @@ def _all_reduce(x: Tensor, op: str, axis: str) -> Tensor:
     _check_reduction(op)
     group = group_of("all_reduce", axis)
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, REDUCTIONS[op], group=group)
+    transport.all_reduce(out, op, group)
     return out
 
 
@@ -91,7 +91,7 @@ def _all_gather(x: Tensor, group_size: int, axis: str) -> Tensor:
     _check_dim0("all_gather", x)
     group = group_of("all_gather", axis, group_size)
     out = x.new_empty(group_size * x.shape[0], *x.shape[1:])
-    all_gather_single(out, x.contiguous(), group=group)
+    transport.all_gather(out, x.contiguous(), group)
     return out
 
 
@@ -137,7 +137,7 @@ def _reduce_scatter(x: Tensor, group_size: int, axis: str) -> Tensor:
         # gloo's own is an all_reduce of everything; exchanging the parts moves half as much, and the order of
         # the sum is fixed.
         parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=group)
+        transport.all_to_all(parts, x, group)
         first, *others = parts.chunk(group_size) if x.shape[0] else [parts]
         total = first.clone()
         for part in others:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecompile.ops import transport
 from moecompile.ops.collectives import group_of
 from moecompile.ops.registry import define, require, require_index_tensor
 
@@ -32,7 +33,7 @@ def _exchange_counts(tokens_per_expert: Tensor, group_size: int, axis: str) -> T
     _check_counts(tokens_per_expert, group_size)
     group = group_of("exchange_counts", axis, group_size)
     received = torch.empty_like(tokens_per_expert, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, tokens_per_expert.contiguous(), group=group)
+    transport.all_to_all(received, tokens_per_expert.contiguous(), group)
     return received.view(group_size, -1)
 
 
@@ -125,7 +126,7 @@ def _compare_both_sides(
     where: str, group: dist.ProcessGroup, send: Tensor, recv: list[int], device: torch.device
 ) -> None:
     offered = torch.zeros_like(send, device=device)
-    dist.all_to_all_single(offered, send.to(device), group=group)
+    transport.all_to_all(offered, send.to(device), group)
     if offered.tolist() != recv:
         raise ValueError(
             f"moe::{where}: rank {group.rank()} of its group expects {recv} rows from its peers, but they "
@@ -146,7 +147,7 @@ def _exchange(where: str, rows: Tensor, send: Tensor, recv: Tensor, num_rows: in
     if _size_checks:
         _compare_both_sides(where, group, send, outs, rows.device)
     out = rows.new_empty(num_rows, *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), outs, ins, group=group)
+    transport.all_to_all(out, rows.contiguous(), group, outs, ins)
     return out
 
 
