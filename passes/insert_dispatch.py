@@ -74,6 +74,11 @@ class InsertDispatch(Pass):
         return done
 
     def _rewrite(self, graph: Graph, region: Region, ctx: PassContext) -> None:
+        if region.travelling and self.backend == "allgather":
+            raise PassError(
+                f"insert-dispatch: {meta.where(region.travelling[0])} numbers the rows for random numbers inside an expert, which "
+                f"backend=allgather does not move; use backend=alltoall, or set the experts' dropout to 0."
+            )
         if self.probs == "fc2" and self.backend == "alltoall":
             _probs_before_last_linear(graph, region, ctx)
         if self.backend == "alltoall":
@@ -96,7 +101,10 @@ def find_regions(graph: Graph, permute: Node) -> list[Region]:
             raise PassError(
                 f"insert-dispatch: {meta.where(node)} brings back rows that no expert computed; give the layer expert weights or use ep=1."
             )
-        regions.append(Region(permute, parts[0], parts[1], parts[2], body, node))
+        inside = {*body, parts[0], parts[1]}
+        places = [item.args[2] for item in body if item.target is ops.uniform_rows and item.args[2] not in inside]
+        travelling = [item for item in dict.fromkeys(places) if isinstance(item, Node)]
+        regions.append(Region(permute, parts[0], parts[1], parts[2], body, node, travelling))
     return regions
 
 
@@ -133,7 +141,8 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
     tokens, ids = region.permute.args[0], region.permute.args[1]
     assert isinstance(tokens, Node) and isinstance(ids, Node)
     experts = int(region.permute.args[2])  # type: ignore[arg-type]
-    num_tokens, top_k = meta.tensor(ids).shape
+    num_tokens, top_k = region.unpermute.args[2], region.unpermute.args[3]  # rows may stand for choices or for tokens
+    assert isinstance(num_tokens, int)
     first = min(region.body, key=list(graph.nodes).index)
 
     def make(target: Any, *args: Any, like: Node = region.permute) -> Node:

@@ -19,10 +19,14 @@ class MismatchError(Exception):
 
 
 class Base:
-    """What a result is when every expert returns zero: a value of the graph, or None for zero."""
+    """What a result is when every expert returns zero: a value of the graph, or None for zero.
 
-    def __init__(self, exits: set[Node]) -> None:
+    ``lone``: values that only options without an expert give; they count as zero, and so does what they overwrite.
+    """
+
+    def __init__(self, exits: set[Node], lone: frozenset[Node] = frozenset()) -> None:
         self.exits = exits
+        self.lone = lone
         self._affected = dependents(exits) | exits
         self._known: dict[Node, Node | None] = {}
 
@@ -55,16 +59,23 @@ class Base:
             raise MismatchError("the experts' sum is shifted by a number")
         if item in self._known:
             return self._known[item]
-        return None if _is_zero(item) else item
+        return None if self._counts_zero(item) else item
+
+    def _counts_zero(self, node: Node) -> bool:
+        return _is_zero(node) or (node in self.lone and node not in self._affected and _is_floating(node))
 
     def _reduce(self, node: Node) -> Node | None:
         if node in self.exits:
             return None
         if node not in self._affected or _is_zero(node):  # zeros may take their shape from the experts' results
-            return None if _is_zero(node) else node
+            return None if self._counts_zero(node) else node
         target, args = node.target, node.args
         if target in (aten.index_add.default, aten.scatter_add.default) and self._value(args[3]) is None:
             return self._value(args[0])
+        if target is aten.where.self and args[0] in self.lone:
+            served = [item for item in args[1:3] if isinstance(item, Node) and item in self._affected]
+            if len(served) == 1:
+                return self._value(served[0])
         if target in (aten.index_put.default, aten._unsafe_index_put.default):
             return self._reduce_put(node)
         if target in (aten.add.Tensor, aten.sub.Tensor):
@@ -88,6 +99,8 @@ class Base:
         put = self._value(values)
         if put is None and (base is None or accumulate):
             return base
+        if put is None and self.lone:
+            return None
         same = put is not None and put.target is aten.index.Tensor and list(put.args[1]) == list(where)  # type: ignore[arg-type]
         if same and put is not None and self._value(put.args[0]) is base and not accumulate:
             return base

@@ -115,6 +115,14 @@ class Body:
             return False
         return isinstance(self.result, Value) and degrees[self.result.index] == 1
 
+    def keeps_zero(self) -> bool:
+        """Whether rows of zeros give zeros whatever the weights are; such rows then give no weight a gradient either."""
+        zero = {-1}
+        for index, step in enumerate(self.steps):
+            if step.on_rows and _gives_zero(step, zero):
+                zero.add(index)
+        return isinstance(self.result, Value) and self.result.index in zero
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -157,6 +165,25 @@ def degree_of(step: Step, degree: Callable[[Value], int]) -> int:
     raise NotRowwiseError(
         step.node, f"({target}) applies a nonlinear function to rows already scaled by the routing weight"
     )
+
+
+def _gives_zero(step: Step, zero: set[int]) -> bool:
+    """Whether a step gives zeros where the values in ``zero`` are zeros."""
+    target, args = step.target, step.args
+    if target is aten.cat.default:
+        return all(isinstance(item, Value) and item.index in zero for item in args[0])
+    known = [isinstance(item, Value) and item.index in zero for item in args]
+    if target is aten.mul.Tensor:
+        return any(known[:2])
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return all(known[:2])
+    if not known[0] or any(isinstance(ref, Leaf) for ref in step.refers() if target is not PRODUCT):
+        return False
+    if target in _LINEAR_STEPS or target is aten.glu.default or (target is PRODUCT and args[2] is None):
+        return True
+    if not rowwise.is_pointwise(target) or len(step.refers()) > 1:
+        return False
+    return not bool(target(torch.zeros(1), *args[1:], **step.kwargs).any())
 
 
 _LINEAR_STEPS = frozenset(

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moecompile import meta
+from moecompile.graph import ancestors
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ _POSITIONS: dict[Any, int] = {aten.argmax.default: 1, aten.argsort.default: 1, a
 class Choice:
     """One routing decision: ``ids`` holds, for each of T tokens, which K of E options were chosen.
 
-    ``node`` makes the choice; ``chosen`` are the scores it returns beside the ids, where it does.
+    ``node`` makes the choice; ``chosen`` are the scores it returns beside the ids, where it does.  ``parts``: the ids of
+    each of K decisions made one after the other, where they stay apart; ``ids`` is then the last of them.
     """
 
     node: Node
@@ -32,6 +34,14 @@ class Choice:
     num_options: int
     top_k: int
     num_tokens: int
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def starts(self) -> list[Node]:
+        """The values that hold the decision."""
+        if self.parts:
+            return list(self.parts)
+        return [node for node in dict.fromkeys((self.node, self.ids, self.chosen)) if node is not None]
 
 
 def find_choices(graph: Graph) -> list[Choice]:
@@ -48,6 +58,51 @@ def find_choices(graph: Graph) -> list[Choice]:
         elif node.target in _POSITIONS and _over_last_axis(node, scores, _POSITIONS[node.target]):
             found += _choices(node, node, None, scores)
     return found
+
+
+def joined(choices: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
+    """Decisions made one expert at a time (the best, then the best of the others), each with its parts.
+
+    Ids that are put side by side are one decision; so are those of which each masks the scores of the next.
+    """
+    single = {choice.ids: choice for choice in choices if choice.top_k == 1}
+    found: list[tuple[Choice, tuple[Choice, ...]]] = []
+    for node in next(iter(single)).graph.nodes if single else ():
+        if node.target in _JOINS and meta.is_tensor(node) and not meta.tensor(node).is_floating_point():
+            parts = tuple(single.get(_through_views(item)) for item in node.args[0])
+            known = tuple(part for part in parts if part is not None)
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            last = isinstance(dim, int) and dim % meta.tensor(node).dim() == meta.tensor(node).dim() - 1
+            if last and len(known) == len(parts) > 1 and _alike(known):
+                first = known[0]
+                made = Choice(node, node, None, first.num_options, len(parts), first.num_tokens)
+                found.append((made, known))
+    for choice in single.values():
+        before = ancestors(choice.node)
+        chain = (*(other for other in single.values() if other.ids in before), choice)
+        if len(chain) > 1 and _alike(chain):
+            ids = tuple(part.ids for part in chain)
+            made = Choice(choice.node, choice.ids, None, choice.num_options, len(chain), choice.num_tokens, ids)
+            found.append((made, chain))
+    return found
+
+
+def _alike(parts: tuple[Choice, ...]) -> bool:
+    """Different decisions among as many options for as many tokens."""
+    sizes = {(part.num_options, part.num_tokens) for part in parts}
+    return len(sizes) == 1 and len({part.ids for part in parts}) == len(parts)
+
+
+def _through_views(node: Any) -> Any:
+    while isinstance(node, Node) and node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+_JOINS = frozenset({aten.cat.default, aten.concat.default, aten.stack.default})
+_VIEWS = frozenset(
+    {aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten.view.default, aten.detach.default}
+)
 
 
 def _over_last_axis(node: Node, scores: Node, position: int) -> bool:

@@ -6,33 +6,22 @@ and is not matched is refused, naming the line and the accepted forms.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from moecompile import graph as ir
 from moecompile import meta, ops
 from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind
-from moecompile.recognition.base import MismatchError
-from moecompile.recognition.body import Body, NotRowwiseError, Setting, Source
-from moecompile.recognition.choices import Choice, find_choices, static_nodes
-from moecompile.recognition.match import Match, Matcher
-from moecompile.recognition.probe import UnknownError
-from moecompile.recognition.regions import Component, Proposal, Region, hashable
-from moecompile.recognition.stand_in import expert_count
-from moecompile.recognition.trace import trace_body
+from moecompile.recognition.choices import Choice, find_choices, joined, static_nodes
+from moecompile.recognition.reader import ACCEPTED, Layer, Reader
+from moecompile.recognition.regions import Proposal, Region, positions
+from moecompile.recognition.unrouted import Unrouted, only_weighs, why_no_layer
 
-ACCEPTED = (
-    "accepted forms: a loop over experts that picks an expert's tokens (torch.where, masks, nonzero, sorted and split) "
-    "and adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] "
-    "with bmm, einsum or w[e]"
-)
+__all__ = ["ACCEPTED", "Layer", "find_layers"]
+
 aten = torch.ops.aten
 _REDUCTIONS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.histc.default, aten.bincount.default,
@@ -41,45 +30,110 @@ _REDUCTIONS = {
 _KINDS = (InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT)
 
 
-@dataclass
-class Layer:
-    """One recognised MoE layer.
+def find_layers(
+    graph: Graph,
+    inputs: Mapping[Node, Input],
+    constants: Mapping[str, torch.Tensor],
+    unrouted: list[Unrouted] | None = None,
+) -> list[Layer]:
+    """All layers that are not yet in ``moe::`` ops, in graph order. CaptureError for one that is refused.
 
-    ``body`` is the body of the first expert, ``weights`` line up with its leaves: for each, the E sources in expert
-    order (one source where the weight is stacked or all experts share it).
+    ``unrouted`` collects choices that feed experts without being a token's choice among them.
     """
-
-    choice: Choice
-    match: Match
-    body: Body
-    weights: list[list[Source]]
-    num_experts: int
-    how: str
-
-    @property
-    def top_k(self) -> int:
-        return self.choice.top_k
-
-
-def find_layers(graph: Graph, inputs: Mapping[Node, Input], constants: Mapping[str, torch.Tensor]) -> list[Layer]:
-    """All layers that are not yet in ``moe::`` ops, in graph order. CaptureError for one that is refused."""
     static = static_nodes(graph, {node for node, item in inputs.items() if item.kind in _KINDS})
-    layers = []
     choices = find_choices(graph)
     canonical = {choice.node for choice in choices if _is_canonical(choice)}
+    finder = _Finder(graph, inputs, constants, static, choices, canonical)
+    known: set[Node] = set()  # decisions that were made in parts
+    for whole, parts in joined(choices):
+        nodes = {part.node for part in parts}
+        if not nodes & (canonical | known) and finder.find_joined(whole):
+            known |= nodes
     for choice in choices:
-        if choice.node in canonical or _only_counted(graph, choice, inputs, static):
-            continue
-        region = Region(graph, choice, static)
-        if canonical & region.early:
-            continue  # narrows down a decision whose layer is in ``moe::`` ops
+        if choice.node not in known:
+            finder.find(choice)
+    if unrouted is not None:
+        unrouted += finder.unrouted
+    return finder.all()
+
+
+class _Finder:
+    """Collects layers and refusals."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Mapping[Node, Input],
+        constants: Mapping[str, torch.Tensor],
+        static: frozenset[Node],
+        choices: list[Choice],
+        canonical: set[Node],
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.constants = constants
+        self.static = static
+        self.choices = choices
+        self.canonical = canonical
+        self.order = positions(graph)
+        self.layers: list[Layer] = []
+        self.unrouted: list[Unrouted] = []
+        self.refusals: list[tuple[Choice, bool, CaptureError]] = []  # with whether rows were picked
+
+    def find(self, choice: Choice) -> None:
+        """The layers of one decision."""
+        if choice.node in self.canonical or _only_counted(self.graph, choice, self.inputs, self.static):
+            return
+        why = why_no_layer(choice, self.static)
+        if why:
+            self.unrouted.append(Unrouted(choice.node, why))
+            return
+        region = Region(self.graph, choice, self.static, order=self.order)
+        if self.canonical & region.early or only_weighs(choice):
+            return  # narrows down a decision whose layer is in ``moe::`` ops
         proposal = region.propose()
-        if _prepares_another(region, proposal, choices):
-            continue
-        layer = _Reader(region, proposal, inputs, constants).layer()
-        if layer is not None:
-            layers.append(layer)
-    return layers
+        if _prepares_another(region, proposal, self.choices):
+            return
+        try:
+            self._read(region, proposal)
+        except CaptureError as error:
+            self.refusals.append((choice, bool(proposal.components) and not proposal.dense, error))
+
+    def find_joined(self, choice: Choice) -> bool:
+        """Whether the parts of a decision make up a layer together."""
+        region = Region(self.graph, choice, self.static, order=self.order)
+        try:
+            return self._read(region, region.propose())
+        except CaptureError:
+            return False  # each part may be a decision of its own, and says what is wrong with it
+
+    def _read(self, region: Region, proposal: Proposal) -> bool:
+        choice = region.choice
+        layer = Reader(region, proposal, self.inputs, self.constants).layer()
+        found = layer is not None
+        done: tuple[Node, ...] = ()
+        while layer is not None:
+            self.layers.append(layer)
+            # The same decision may route more: what comes out of one set of experts goes into the next.
+            done = (*done, layer.match.result)
+            region = Region(self.graph, choice, self.static, done, self.order)
+            proposal = region.propose()
+            layer = Reader(region, proposal, self.inputs, self.constants).layer() if proposal.components else None
+        return found
+
+    def all(self) -> list[Layer]:
+        """The layers in graph order; the first refusal of a decision that is no part of their routers is raised."""
+        for choice, picks, error in self.refusals:
+            if picks or not any(choice.node in _router(layer) for layer in self.layers):
+                raise error
+        return sorted(self.layers, key=lambda layer: self.order[layer.match.result])
+
+
+def _router(layer: Layer) -> set[Node]:
+    """What a layer's decision and weights are computed from."""
+    match = layer.match
+    found = [match.probs, match.scale, match.keep.mask if match.keep is not None else None, *layer.choice.starts]
+    return ir.ancestors(*(node for node in found if node is not None))
 
 
 def _is_canonical(choice: Choice) -> bool:
@@ -131,258 +185,3 @@ def _prepares_another(region: Region, proposal: Proposal, choices: list[Choice])
     later = {other.node for other in choices if other.node in region.routed and other.node is not region.choice.node}
     users = [user for component in proposal.components for user in component.exit.users]
     return bool(later & ir.ancestors(*users)) if later and users else False
-
-
-def _refusal(choice: Choice, why: str) -> CaptureError:
-    return CaptureError(f"recognize-moe: {meta.where(choice.node)} routes tokens to experts, but {why}; {ACCEPTED}.")
-
-
-class _Reader:
-    """From a proposal to a layer."""
-
-    def __init__(
-        self,
-        region: Region,
-        proposal: Proposal,
-        inputs: Mapping[Node, Input],
-        constants: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.region = region
-        self.choice = region.choice
-        self.proposal = proposal
-        self.inputs = inputs
-        self.constants = constants
-        self._equal: dict[Any, Node] = {}
-        self.shared = self._shared_weights()
-
-    def layer(self) -> Layer | None:
-        """The layer; None when the decision has nothing to do with experts."""
-        components, why = self.proposal.components, self.proposal.trouble
-        for bodies, reason in self._groups(components) if components and not why else []:
-            if not bodies:
-                why = why or reason
-                continue
-            try:
-                return self._matched(bodies)
-            except (MismatchError, UnknownError) as error:
-                why = why or str(error)
-        picked_apart = len(components) > 1 and not self.proposal.dense
-        if picked_apart or self._has_expert_weights():
-            raise _refusal(self.choice, why or "no expert computation that it selects was found behind it")
-        return None
-
-    # Bodies ------------------------------------------------------------------------------------------------------
-
-    def _groups(self, components: list[Component]) -> list[tuple[list[Body], str]]:
-        """Sets of bodies that may be the experts of the decision, or the reason why not."""
-        if len(components) == 1 or (
-            any(self._expert_axes(item) for item in components) and len(components) < self.choice.num_options
-        ):
-            return [self._batched(item) for item in components]
-        kept: list[Body] = []
-        for item in components:
-            try:
-                kept.append(self._trace(item, "R" * (meta.tensor(item.exit).dim() - 1) + "F"))
-            except NotRowwiseError as error:
-                if not self.proposal.dense:
-                    return [([], str(error))]
-        if self.proposal.dense:
-            return [self._checked(kind) for kind in _alike(kept)]
-        return [self._checked(kept)]
-
-    def _trace(self, component: Component, axes: str) -> Body:
-        stops = frozenset() if component.entry is None else frozenset({component.entry})
-        setting = Setting(
-            self.region.static,
-            self.shared,
-            stops,
-            self.choice.num_options,
-            self.region.is_coefficient,
-            self._constant,
-            self._one,
-        )
-        return trace_body(component.exit, axes, setting)
-
-    def _batched(self, component: Component) -> tuple[list[Body], str]:
-        """One batched body: the axis that counts experts is found by trying."""
-        why = f"{meta.where(component.exit)} has no axis of {self.choice.num_options} experts"
-        for axes in self._expert_axes(component):
-            try:
-                body = self._trace(component, axes)
-            except NotRowwiseError as error:
-                why = str(error)
-                continue
-            if any(source.kind == "stacked" for source in body.leaves):
-                return [body], ""
-        return [], why
-
-    def _expert_axes(self, component: Component) -> list[str]:
-        shape = meta.tensor(component.exit).shape
-        names = []
-        for dim in range(len(shape) - 1):
-            if str(shape[dim]) == str(self.choice.num_options):
-                names.append("R" * dim + "E" + "R" * (len(shape) - dim - 2) + "F")
-        return names
-
-    def _checked(self, bodies: list[Body]) -> tuple[list[Body], str]:
-        """All experts must compute the same thing, with weights of the same shapes."""
-        first = bodies[0]
-        for body in bodies[1:]:
-            difference = _difference(first, body)
-            if difference:
-                name = self._expert_name(body) or meta.where(body.exit)
-                other = self._expert_name(first) or "the first expert"
-                return (
-                    [],
-                    f"{name} differs from {other}: {difference}, and all experts must be alike",
-                )
-        return bodies, ""
-
-    def _constant(self, node: Node) -> torch.Tensor | None:
-        """The value of a small constant that indexes a weight."""
-        while node.op == "call_function" and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        return self.constants.get(node.name)
-
-    def _one(self, node: Node) -> Node:
-        """The first of all weight-side values that are computed alike."""
-        if node.op != "call_function":
-            return node
-        args, kwargs = map_arg((node.args, node.kwargs), self._one)
-        return self._equal.setdefault((node.target, hashable(args), hashable(kwargs)), node)
-
-    def _shared_weights(self) -> frozenset[Node]:
-        """Weight-side values that the bodies of all components read."""
-        counts: dict[Node, int] = {}
-        components = self.proposal.components
-        for component in components:
-            read = {item for node in component.nodes for item in node.all_input_nodes if item in self.region.static}
-            every = read | {source for item in read for source in ir.ancestors(item)}
-            for node in {self._one(node) for node in every}:
-                counts[node] = counts.get(node, 0) + 1
-        return frozenset(node for node, count in counts.items() if count > 1 and count == len(components))
-
-    # Experts -----------------------------------------------------------------------------------------------------
-
-    def _matched(self, bodies: list[Body]) -> Layer:
-        experts = [0] if bodies[0].batched else self._numbered(bodies)
-        num_experts = expert_count(bodies[0]) if bodies[0].batched else len(set(experts))
-        if num_experts != self.choice.num_options:
-            raise MismatchError(
-                f"the router chooses among {self.choice.num_options}, and {num_experts} experts were found"
-            )
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):  # gradients are compared whatever the call is captured for
-            match = Matcher(self.region, bodies, experts, self.constants).match()
-        return Layer(
-            self.choice,
-            match,
-            bodies[0],
-            self._weights(bodies, match.order),
-            num_experts,
-            self._how(bodies[0]),
-        )
-
-    def _numbered(self, bodies: list[Body]) -> list[int]:
-        """A number for each distinct set of weights: the index into shared storage, else the order in the graph."""
-        known: dict[Any, int] = {}
-        numbers = []
-        for body in bodies:
-            slots = {source.index for source in body.leaves if source.kind in ("slice", "block")}
-            if len(slots) > 1:
-                raise MismatchError(f"{meta.where(body.exit)} reads the weights of several experts ({sorted(slots)})")
-            key = tuple((source.kind, source.node, source.index) for source in body.leaves)
-            known.setdefault(key, next(iter(slots)) if slots else len(known))
-            numbers.append(known[key])
-        return numbers
-
-    def _weights(self, bodies: list[Body], order: list[int]) -> list[list[Source]]:
-        """For each leaf of the first body: the sources of all experts, in expert order."""
-        if bodies[0].batched:
-            return [[source] for source in bodies[0].leaves]
-        by_expert = dict(zip(order, bodies, strict=True))
-        rows = [
-            [by_expert[expert].leaves[slot] for expert in sorted(by_expert)] for slot in range(len(bodies[0].leaves))
-        ]
-        return [row[:1] if len({source.node for source in row}) == 1 else row for row in rows]
-
-    def _expert_name(self, body: Body) -> str:
-        """The module of an expert, from its parameters' names."""
-        names = [
-            self.inputs[source.node].fqns[0]
-            for source in body.leaves
-            if source.node in self.inputs and self.inputs[source.node].fqns
-        ]
-        common = names[0].split(".")[:-1] if names else []
-        for name in names[1:]:
-            parts = name.split(".")
-            while common and parts[: len(common)] != common:
-                common.pop()
-        return ".".join(common)
-
-    def _how(self, body: Body) -> str:
-        if body.batched:
-            return (
-                "stacked weights, every expert on all tokens"
-                if self.proposal.dense
-                else "stacked weights, one-hot dispatch"
-            )
-        if self.proposal.dense:
-            return "loop over experts, masked weights"
-        if body.entry.target in (torch.ops.aten.narrow.default, torch.ops.aten.slice.Tensor):
-            return "tokens sorted by expert and split"
-        return "loop over experts, gathered tokens"
-
-    def _has_expert_weights(self) -> bool:
-        """Parameters beside the router that come in as many copies as it has options."""
-        scope = meta.module_path(self.choice.node).rpartition(".")[0]
-        numbered: dict[str, set[int]] = {}
-        for item in self.inputs.values():
-            if item.kind is not InputKind.PARAM or not (scope == "" or item.fqns[0].startswith(scope + ".")):
-                continue
-            if len(item.shape) >= 3 and item.shape[0] == self.choice.num_options:
-                return True
-            for found in re.finditer(r"\.(\d+)(?=\.|$)", item.fqns[0][len(scope) :]):
-                name = item.fqns[0][len(scope) :]
-                key = f"{name[: found.start()]}.*{name[found.end() :]}"
-                numbered.setdefault(key, set()).add(int(found.group(1)))
-        return any(numbers >= set(range(self.choice.num_options)) for numbers in numbered.values())
-
-
-def _alike(bodies: list[Body]) -> list[list[Body]]:
-    """Bodies grouped by what they compute; larger groups first."""
-    groups: list[list[Body]] = []
-    for body in bodies:
-        for group in groups:
-            if group[0].entry is body.entry and not _difference(group[0], body):
-                group.append(body)
-                break
-        else:
-            groups.append([body])
-    return sorted((group for group in groups if len(group) > 1), key=len, reverse=True)
-
-
-def _difference(one: Body, other: Body) -> str:
-    """What distinguishes two bodies, '' for nothing."""
-    for left, right in zip(one.steps, other.steps, strict=False):
-        if (left.target, left.args, left.kwargs) != (right.target, right.args, right.kwargs):
-            return f"{_call(right)} stands where the other has {_call(left)}"
-    if len(one.steps) != len(other.steps) or one.result != other.result:
-        return f"it has {len(other.steps)} operations where the other has {len(one.steps)}"
-    for mine, theirs in zip(one.leaves, other.leaves, strict=True):
-        if mine.kind != theirs.kind:
-            return f"{theirs.node.name} is stored otherwise than {mine.node.name}"
-        a, b = meta.tensor(mine.node), meta.tensor(theirs.node)
-        if mine.shape != theirs.shape or a.dtype != b.dtype:
-            found, wanted = f"{b.dtype}{list(theirs.shape)}", f"{a.dtype}{list(mine.shape)}"
-            return f"{theirs.node.name} is {found} where {mine.node.name} is {wanted}"
-    return ""
-
-
-def _call(step: Any) -> str:
-    constants = [str(item) for item in step.args if isinstance(item, (int, float, bool))]
-    name = "linear" if step.target == "product" else str(step.target)
-    bias = " without bias" if step.target == "product" and step.args[2] is None else ""
-    return name + bias + (f" with {', '.join(constants)}" if constants else "")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from moecompile import graph as ir
 from moecompile import meta
 from moecompile.recognition import rowwise
 from moecompile.recognition.choices import Choice, dependents
@@ -43,15 +45,43 @@ class Proposal:
 class Region:
     """The part of a graph around one routing decision."""
 
-    def __init__(self, graph: Graph, choice: Choice, static: frozenset[Node]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        choice: Choice,
+        static: frozenset[Node],
+        done: tuple[Node, ...] = (),
+        order: Mapping[Node, int] | None = None,
+    ) -> None:
+        """``done`` are results of the same decision that are known: values like any other for what comes behind them.
+
+        ``order`` may be given where many regions of one graph are made.
+        """
         self.graph = graph
         self.choice = choice
         self.static = static
-        self.order = {node: index for index, node in enumerate(graph.nodes)}
-        starts = [node for node in (choice.node, choice.ids, choice.chosen) if node is not None]
-        self.routed = dependents(starts) | set(starts)
+        self.order = order or positions(graph)
+        starts = choice.starts
+        self.routed = dependents(starts, stop=done.__contains__) | set(starts)
+        self.behind = self._leads_to(done)
         # The decision itself, before any weight is applied to what it picks.
-        self.early = dependents(starts, stop=lambda node: self._weighted_rows(node) is not None) | set(starts)
+        stops = {*done, *(node for node in self.routed if self._weighted_rows(node) is not None)}
+        self.early = dependents(starts, stop=stops.__contains__) | set(starts)
+
+    def _leads_to(self, ends: tuple[Node, ...]) -> set[Node]:
+        """Routed values that known results were computed from."""
+        seen: set[Node] = set()
+        todo = list(ends)
+        while todo:
+            for source in todo.pop().all_input_nodes:
+                if source in self.routed and source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        return seen
+
+    def _users(self) -> list[Node]:
+        """What reads a routed value, in graph order."""
+        return sorted({user for node in self.routed for user in node.users}, key=self.order.__getitem__)
 
     def is_coefficient(self, node: Node) -> bool:
         """A factor per row: comes from the decision and has one feature."""
@@ -61,6 +91,13 @@ class Region:
         return (found.is_floating_point() and (found.dim() == 0 or str(found.shape[-1]) == "1")) or (
             found.dtype == torch.bool and str(found.shape[-1]) == "1"
         )
+
+    def scales(self, node: Node) -> bool:
+        """Whether a node multiplies rows by a factor of the decision."""
+        if node.target is not aten.mul.Tensor:
+            return False
+        given = rowwise.tensor_inputs(node)
+        return len(given) == 2 and sum(self.is_coefficient(item) for item in given) == 1
 
     def propose(self) -> Proposal:
         """Gathered components if there are any, else dense ones."""
@@ -92,14 +129,14 @@ class Region:
         """Where rows that experts compute on were picked, in graph order."""
         entries: dict[Node, None] = {}
         seen: set[Node] = set()
-        for node in self.graph.nodes:
+        for node in self._users():
             rows = self._weighted_rows(node)
-            if rows is None or rows not in self.routed:
+            if rows is None or rows not in self.routed or node in self.behind:
                 continue
             for origin in self._origins(rows, seen):
                 if not self._comes_from_outside(origin):
                     continue
-                if origin.target in _PICKS:
+                if origin.target in _PICKS or self.scales(origin):
                     entries[origin] = None
                 else:
                     found.trouble = f"{meta.where(origin)} ({origin.target}) does not treat each row for itself"
@@ -127,7 +164,7 @@ class Region:
             sources = [
                 item
                 for item in rowwise.tensor_inputs(here)
-                if item not in self.static and not self.is_coefficient(item)
+                if item not in self.static and not (here.target is aten.mul.Tensor and self.is_coefficient(item))
             ]
             if any(item not in self.routed for item in sources):
                 found[here] = None  # routed and other values meet here
@@ -137,7 +174,7 @@ class Region:
 
     def _comes_from_outside(self, node: Node) -> bool:
         """Whether it holds rows of a tensor that does not depend on the decision."""
-        if node not in self.early or node in (self.choice.node, self.choice.ids, self.choice.chosen):
+        if node not in self.early or node in self.choice.starts:
             return False
         if any(item in self.routed and item not in self.early for item in node.all_input_nodes):
             return False  # a later layer's decision
@@ -152,11 +189,7 @@ class Region:
             if here.target in _ACCUMULATORS or (rowwise.is_linear(here) and self._weighted_rows(here) is not None):
                 return []
             for item in here.all_input_nodes:
-                if (
-                    item in seen
-                    or item in (self.choice.node, self.choice.ids, self.choice.chosen)
-                    or item in self.static
-                ):
+                if item in seen or item in self.choice.starts or item in self.static:
                     continue
                 seen.add(item)
                 if item in self.routed:
@@ -207,7 +240,7 @@ class Region:
         for node, cone in cones.items():
             # What several results share is what goes into the experts; a batched product shares nothing with others.
             own = frozenset(item for item in cone if reached[item] == 1)
-            if node in own and any(self._weighted_rows(item) is not None for item in own):
+            if metas[node] and node in own and any(self._weighted_rows(item) is not None for item in own):
                 fringe = {
                     source
                     for item in own
@@ -218,16 +251,22 @@ class Region:
                 found.components.append(Component(entry, node, own))
         return found
 
-    def _meetings(self) -> list[Node]:
-        """Values from before the decision that meet it, seen through stacking."""
-        found: dict[Node, None] = {}
-        for node in self.graph.nodes:
-            if node not in self.routed or node is self.choice.node:
+    def _meetings(self) -> dict[Node, bool]:
+        """Values from before the decision that meet it, seen through stacking, and whether each may be an expert's.
+
+        What the decision was made from is no expert, and neither is what is only added to their sum.
+        """
+        found: dict[Node, bool] = {}
+        before = ir.ancestors(self.choice.node)
+        for node in sorted(self.routed, key=self.order.__getitem__):
+            if node is self.choice.node or node in self.behind or node.op == "output":
                 continue
+            added = node.target in (aten.add.Tensor, aten.sub.Tensor)
             for item in rowwise.tensor_inputs(node):
                 if item not in self.routed and item not in self.static and meta.is_tensor(item):
-                    found.update(dict.fromkeys(_unstacked(item)))
-        return [node for node in found if meta.tensor(node).is_floating_point()]
+                    for part in _unstacked(item):
+                        found[part] = found.get(part, False) or not (added or part in before)
+        return {node: may_be for node, may_be in found.items() if meta.tensor(node).is_floating_point()}
 
     def _cone(self, node: Node) -> set[Node]:
         """Row-wise operators that lead to ``node`` from before the decision."""
@@ -245,23 +284,24 @@ class Region:
 
     def results(self, exits: list[Node], limit: int = 8) -> list[Node]:
         """Values through which alone the experts reach the rest of the graph, first ones first."""
-        last_use = {node: max((self.order[user] for user in node.users), default=-1) for node in self.graph.nodes}
         reached, open_nodes, found = set(exits), set(exits), []
+        last_use: dict[Node, int] = {}
         final = max(self.order[item] for item in exits)
-        for node in self.graph.nodes:
-            at = self.order[node]
-            if node not in reached:
-                if at > final and self._weighted_rows(node) in reached:
+        node = min(exits, key=self.order.__getitem__)
+        while node.op != "output":
+            here, node = node, node.next
+            at = self.order[here]
+            if here not in reached:
+                if at > final and self._weighted_rows(here) in reached:
                     break  # the rest of the model
-                if not any(item in reached for item in node.all_input_nodes) or node.target in rowwise.SIZES:
+                if not any(item in reached for item in here.all_input_nodes) or here.target in rowwise.SIZES:
                     continue
-                if node.op != "call_function":
-                    break
-                reached.add(node)
-                open_nodes.add(node)
-            open_nodes = {item for item in open_nodes if last_use[item] > at}
-            if at >= final and open_nodes == {node} and meta.is_tensor(node):
-                found.append(node)
+                reached.add(here)
+                open_nodes.add(here)
+            last_use[here] = max((self.order[user] for user in here.users), default=-1)
+            open_nodes = {item for item in open_nodes if last_use.get(item, at + 1) > at}
+            if at >= final and open_nodes == {here} and meta.is_tensor(here):
+                found.append(here)
                 if len(found) == limit:
                     break
         return found
@@ -303,6 +343,11 @@ def _unstacked(node: Node) -> list[Node]:
         parts = _unstacked(node.args[0])
         return parts if parts != [node.args[0]] else [node]
     return [node]
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Each node's place in the graph."""
+    return {node: index for index, node in enumerate(graph.nodes)}
 
 
 def merge_equal(nodes: list[Node]) -> None:

@@ -86,7 +86,10 @@ OVER_FEATURES: dict[Any, int | None] = {
     aten.softmax.int: 1,
     aten._softmax.default: 1,
     aten.log_softmax.int: 1,
+    aten._log_softmax.default: 1,
     aten.cumsum.default: 1,
+    aten.cumprod.default: 1,
+    aten.logcumsumexp.default: 1,
     aten.flip.default: 1,
 }
 REDUCTIONS = frozenset(
@@ -96,11 +99,16 @@ REDUCTIONS = frozenset(
         aten.amax.default,
         aten.amin.default,
         aten.linalg_vector_norm.default,
+        aten.var.correction,
+        aten.std.correction,
+        aten.var.dim,
+        aten.std.dim,
     }
 )
 NORMS: dict[Any, tuple[int, int]] = {  # positions of weight and bias (-1: none)
     aten.rms_norm.default: (2, -1),
     aten.layer_norm.default: (2, 3),
+    aten.group_norm.default: (2, 3),
 }
 PIECES = frozenset(
     {aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unbind.int}
@@ -127,6 +135,7 @@ AXES = frozenset(
         aten.numpy_T.default,
         aten.mT.default,
         aten.expand.default,
+        aten.expand_as.default,
     }
 )
 SIZES = frozenset({aten.sym_size.int, aten.sym_numel.default})
@@ -162,7 +171,8 @@ def may_be_rowwise(node: Node) -> bool:
     if target in PIECES or target in SLICES:
         return _over_last(node, _axis_argument(node))
     if target in REDUCTIONS:
-        dims = node.args[1] if len(node.args) > 1 else None
+        at = 2 if target is aten.linalg_vector_norm.default else 1
+        dims = node.args[at] if len(node.args) > at else None
         return isinstance(dims, (list, tuple)) and len(dims) == 1 and _over_last(node, dims[0])
     if target in OVER_FEATURES:
         position = OVER_FEATURES[target]
@@ -195,9 +205,6 @@ def _over_last(node: Node, dim: Any) -> bool:
 
 def _keeps_features(node: Node) -> bool:
     """A reshape of rows alone, or of the features of each row alone: what comes before the last axis stays together."""
-    before, after = meta.tensor(node.args[0]).shape, meta.tensor(node).shape  # type: ignore[arg-type]
-    if not before or not after:
-        return False
-    if before[-1] == after[-1]:
-        return True
-    return len(before) > 0 and len(after) > 0 and before[0] == after[0]
+    shapes = (meta.tensor(item).shape for item in (node.args[0], node))  # type: ignore[arg-type]
+    before, after = ([str(size) for size in shape] for shape in shapes)  # nothing is guessed about unknown sizes
+    return bool(before and after) and (before[-1] == after[-1] or before[0] == after[0])

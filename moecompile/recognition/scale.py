@@ -34,7 +34,7 @@ _SHAPED = rowwise.RESHAPES | {
     aten.new_full.default,
     aten.new_empty.default,
 }
-_LIMITS = frozenset(
+LIMITS = frozenset(
     {
         aten.arange.default,
         aten.arange.start,
@@ -70,9 +70,9 @@ class Scale:
 
     def arguments(self, node: Node, args: Any) -> Any:
         """Arguments of a call with its token counts replaced."""
-        if not self.sizes or node.target not in _SHAPED | _LIMITS:
+        if not self.sizes or node.target not in _SHAPED | LIMITS:
             return args
-        limits = {size - 1: small - 1 for size, small in self.sizes.items()} if node.target in _LIMITS else {}
+        limits = {size - 1: small - 1 for size, small in self.sizes.items()} if node.target in LIMITS else {}
         known = {**limits, **self.sizes}
         return tree_map(lambda item: known.get(item, item) if type(item) is int else item, args)
 
@@ -118,9 +118,9 @@ def _largest_limit(nodes: list[Node], known: set[int]) -> int | None:
         for item in tree_flatten((node.args, node.kwargs))[0]:
             if type(item) is not int or abs(item) >= _ENDLESS:
                 continue
-            if item in known and node.target not in _SHAPED | _LIMITS:
+            if item in known and node.target not in _SHAPED | LIMITS:
                 return None
-            if node.target in _LIMITS and item not in known:
+            if node.target in LIMITS and item not in known:
                 floor = max(floor, item)
         if node.op != "call_function" and meta.is_tensor(node):
             sizes = [size for size in meta.tensor(node).shape if isinstance(size, int)]

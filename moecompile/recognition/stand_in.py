@@ -6,7 +6,7 @@ Each body is replaced by a nonlinear function of its rows that differs from expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,21 @@ Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StandIn:
-    """A function of rows for every expert: ``sin(a * x + b)`` on features, or ``a * x`` where it has to be linear."""
+    """A function of rows for every expert: ``sin(a * x + b)`` on features, or ``a * x`` where it has to be linear.
+
+    b is 0 where experts are known to give nothing for rows of zeros.
+    """
 
     slopes: torch.Tensor  # [E, out]
     shifts: torch.Tensor
     linear: bool = False
 
     @staticmethod
-    def make(num_experts: int, width: int, linear: bool, generator: torch.Generator) -> StandIn:
+    def make(num_experts: int, width: int, linear: bool, zero_kept: bool, generator: torch.Generator) -> StandIn:
         shape = num_experts, width
         slopes = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-        return StandIn(slopes, torch.rand(shape, generator=generator, dtype=torch.float64) * 3, linear)
+        shifts = torch.rand(shape, generator=generator, dtype=torch.float64) * (0 if zero_kept else 3)
+        return StandIn(slopes, shifts, linear)
 
     def __call__(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         features = torch.arange(self.slopes.shape[1]) % rows.shape[1]
@@ -42,21 +46,15 @@ class StandIn:
 
 
 class BodyStandIn:
-    """Computes a body's exit from its entry with a stand-in; ``experts`` says which expert each part is."""
+    """Computes a body's exit from its entry with a stand-in; ``experts`` says which expert each part of it is."""
 
     def __init__(
-        self,
-        body: Body,
-        expert_of: Mapping[int, int],
-        component: int,
-        expert: Expert,
-        static: frozenset[Node],
-        scale: Scale,
+        self, body: Body, experts: Sequence[int], expert: Expert, static: frozenset[Node], scale: Scale
     ) -> None:
         self.body = body
         self.scale = scale
         self.expert = expert
-        self.experts = [expert_of[component]] if not body.batched else list(range(expert_count(body)))
+        self.experts = experts
         self.needs = [body.entry, *[node for node, _ in body.coefficients if node not in static]]
 
     def __call__(self, values: dict[Node, Any]) -> torch.Tensor:
@@ -126,4 +124,4 @@ def probe_ids(choice: Choice, scale: Scale, round_: int, generator: torch.Genera
         ids = torch.arange(top_k).flip(0).expand(tokens, top_k).clone()
     else:
         ids = torch.stack([torch.randperm(options, generator=generator)[:top_k] for _ in range(tokens)])
-    return ids.reshape(scale.shape(meta.tensor(choice.ids).shape))
+    return ids if choice.parts else ids.reshape(scale.shape(meta.tensor(choice.ids).shape))

@@ -27,11 +27,25 @@ from moecompile.recognition.products import labelled
 from moecompile.recognition.weights import WeightReader
 
 aten = torch.ops.aten
+_CONVERSIONS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default})
 
 
 def trace_body(exit_node: Node, axes: str, setting: Setting) -> Body:
-    """The body that ends in ``exit_node`` with axes ``axes``; NotRowwiseError where a row is not for itself."""
-    tracer = _Tracer(setting, exit_node, axes)
+    """The body that ends in ``exit_node`` with axes ``axes``; NotRowwiseError where a row is not for itself.
+
+    A routing weight that cannot be moved behind the expert stays in front of it: the rows that come in are then scaled.
+    """
+    try:
+        return _traced(exit_node, axes, setting, False)
+    except NotRowwiseError as error:
+        try:
+            return _traced(exit_node, axes, setting, True)
+        except NotRowwiseError:
+            raise error from None
+
+
+def _traced(exit_node: Node, axes: str, setting: Setting, scaled: bool) -> Body:
+    tracer = _Tracer(setting, axes, scaled)
     result = tracer.rows(exit_node, axes)
     if tracer.entry is None:
         raise NotRowwiseError(exit_node, "takes no rows in")
@@ -42,8 +56,9 @@ def trace_body(exit_node: Node, axes: str, setting: Setting) -> Body:
 
 
 class _Tracer:
-    def __init__(self, setting: Setting, exit_node: Node, axes: str) -> None:
+    def __init__(self, setting: Setting, axes: str, scaled: bool) -> None:
         self.setting = setting
+        self.scaled = scaled  # rows times a routing weight are what comes in
         self.batched = "E" in axes
         self.steps: list[Step] = []
         self.weights = WeightReader(setting, self.batched, self.steps)
@@ -123,8 +138,9 @@ class _Tracer:
     # Operators ---------------------------------------------------------------------------------------------------
 
     def _pointwise(self, node: Node, axes: str) -> Any:
-        args = list(node.args)
-        factors = []
+        if self.scaled and self._scales_input(node):
+            return self._enter(node, axes)
+        args, factors = list(node.args), []
         for position, item in enumerate(args):
             if not isinstance(item, Node) or not meta.is_tensor(item):
                 if isinstance(item, Node):
@@ -151,6 +167,19 @@ class _Tracer:
         step = Step(aten.alias.default, (scaled,), {}, node, True, degree=1)
         self.steps.append(step)
         return Value(len(self.steps) - 1)
+
+    def _scales_input(self, node: Node) -> bool:
+        """Whether a routing weight meets rows as they came in: only views and conversions were applied to them."""
+        given = rowwise.tensor_inputs(node)
+        rows = [item for item in given if not self.setting.is_coefficient(item)]
+        if node.target is not aten.mul.Tensor or len(rows) != 1 or len(given) != 2:
+            return False
+        node = rows[0]
+        while node not in self.setting.stops:
+            if node.target not in rowwise.RESHAPES | rowwise.AXES | _CONVERSIONS or not isinstance(node.args[0], Node):
+                return False
+            node = node.args[0]
+        return True
 
     def _product(self, node: Node, axes: str) -> Any:
         form = labelled(node)
@@ -186,8 +215,9 @@ class _Tracer:
         return ref
 
     def _norm(self, node: Node, axes: str) -> Any:
-        shape: Any = node.args[1]
-        if axes[-len(shape) :] != "F" * len(shape):
+        grouped = node.target is aten.group_norm.default  # one row in front, channels behind
+        shape: Any = [0] if grouped else node.args[1]
+        if axes[-len(shape) :] != "F" * len(shape) or (grouped and axes != "RF"):
             raise NotRowwiseError(node, "normalises over rows")
         args: list[Any] = list(node.args)
         args[0] = self._act(node.args[0], axes, node)
@@ -197,8 +227,10 @@ class _Tracer:
         return self._step(node, node.target, *args)
 
     def _reshape(self, node: Node, axes: str) -> Any:
-        source: Any = node.args[0]
+        source: Any = _before_reshapes(node)
         before, after = sizes(source), sizes(node)
+        if before == after:
+            return self.rows(source, axes)
         lead = len(axes) - axes.count("F")
         if axes != axes[:lead] + "F" * axes.count("F"):
             raise NotRowwiseError(node, "reshapes features that are not last")
@@ -208,6 +240,8 @@ class _Tracer:
         features = after[lead:]
         if before[len(before) - len(features) :] != features:
             raise NotRowwiseError(node, "moves elements between rows and features")
+        if source in self.setting.stops and self.batched:
+            return self._enter(node, axes)  # rows of all experts come in one behind the other
         expert = axes.find("E")
         kept = axes[: expert + 1]
         if before[: expert + 1] == after[: expert + 1]:
@@ -229,7 +263,7 @@ class _Tracer:
     def _axes(self, node: Node, axes: str) -> Any:
         source: Any = node.args[0]
         ndim, target = meta.tensor(source).dim(), node.target
-        if target is aten.expand.default:
+        if target in (aten.expand.default, aten.expand_as.default):
             return self._expand(node, source, axes)
         if target is aten.unsqueeze.default:
             dim = int(node.args[1]) % (ndim + 1)  # type: ignore[arg-type]
@@ -320,3 +354,14 @@ class _Tracer:
         if isinstance(dims, (list, tuple)):
             return [self._feature_dim(node, axes, dim) for dim in dims]
         return self._feature_dim(node, axes, dims)
+
+
+def _before_reshapes(node: Node) -> Node:
+    """The value that a chain of reshapes starts from, as far as they give the shape that it had."""
+    source: Any = node.args[0]
+    here, wanted = source, sizes(node)
+    while here.target in rowwise.RESHAPES:
+        here = here.args[0]
+        if sizes(here) == wanted:
+            return here  # type: ignore[no-any-return]
+    return source  # type: ignore[no-any-return]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from moecompile import ops
 from moecompile.plan import Plan
 from tests.support import moe_styles as styles
+from tests.support.moe_odd_styles import ODD
 from tests.support.moe_stacked_styles import STACKED
+from tests.support.moe_wider_styles import WIDER
 from tests.support.parity import Batch, LockStep, compare, plain
 
 PLAN = Plan(dp=2, ep=2)
@@ -39,7 +41,7 @@ def batch(seed: int) -> Batch:
     return {"x": draw[0], "labels": draw[1]}
 
 
-STYLES = [*styles.SEPARATE, *STACKED]
+STYLES = [*styles.SEPARATE, *STACKED, *WIDER, *ODD]
 
 
 @pytest.mark.parametrize("kind", STYLES, ids=lambda kind: kind.__name__)

@@ -25,13 +25,15 @@ from moecompile.printer import graph_text
 from moecompile.program import InputKind, Program
 from moecompile.recognition import match
 from tests.support import moe_look_alikes as look_alikes
+from tests.support import moe_odd_styles as odd
 from tests.support import moe_stacked_styles as stacked
 from tests.support import moe_styles as styles
+from tests.support import moe_wider_styles as wider
 from tests.support.golden import Block, Golden, Rewrite, assert_needs
 
 ONE = Plan(dp=1)
 TOKENS = 13
-ACCEPTED = [*styles.SEPARATE, *stacked.STACKED]
+ACCEPTED = [*styles.SEPARATE, *stacked.STACKED, *wider.WIDER, *odd.ODD]
 
 
 def program_of(model: nn.Module, *args: Tensor, plan: Plan = ONE) -> Program:
@@ -107,7 +109,7 @@ def style(kind: type[styles.Layer]) -> tuple[nn.Module, Program]:
 def test_same_meaning(kind: type[styles.Layer]) -> None:
     """Result and every gradient, on several batches: experts in use, all tokens alike, experts with one token."""
     model, program = style(kind)
-    assert program.history[-1].rewrites == 1
+    assert program.history[-1].rewrites == kind.regions
     crowd = tokens(1).repeat(TOKENS, 1)
     crowd[0] = tokens(1)
     for batch in (tokens(), tokens(1).repeat(TOKENS, 1), crowd):
@@ -118,19 +120,23 @@ def test_same_meaning(kind: type[styles.Layer]) -> None:
 def test_canonical_form(kind: type[styles.Layer]) -> None:
     """One permute, grouped linears, one unpermute; the old way is gone, and with it every unknown size."""
     model, program = style(kind)
-    (permute,) = graphs.find(program.graph, ops.permute)
-    assert len(graphs.find(program.graph, ops.unpermute)) == 1
-    grouped = graphs.find(program.graph, ops.grouped_linear)
-    assert grouped and permute.args[2] == styles.EXPERTS
+    permutes = graphs.find(program.graph, ops.permute)
+    assert len(permutes) == len(graphs.find(program.graph, ops.unpermute)) == kind.regions
+    assert graphs.find(program.graph, ops.grouped_linear) and permutes[0].args[2] == styles.EXPERTS
     assert not any(list(graphs.symbolic_sizes(node.meta.get("val"))) for node in program.graph.nodes)
     picks = [node for node in program.graph.nodes if "index" in str(node.target) or "nonzero" in str(node.target)]
     assert not picks
 
-    (record,) = program.layers
-    assert (record["num_experts"], record["top_k"]) == (styles.EXPERTS, kind.top_k)
-    assert re.search(r"moe_(stacked_)?styles\.py:\d+$", record["source"]) and record["how"]
+    assert len(program.layers) == kind.regions
+    for record in program.layers:
+        assert (record["num_experts"], record["top_k"]) == (styles.EXPERTS, kind.top_k)
+        assert re.search(r"moe_(\w+_)?styles\.py:\d+$", record["source"]) and record["how"]
     names = {name for item in program.inputs for name in item.fqns}
-    assert set(record["params"]) <= names == set(dict(model.named_parameters())) | {"bias"} & names
+    assert (
+        {name for record in program.layers for name in record["params"]}
+        <= names
+        == set(dict(model.named_parameters())) | {"bias"} & names
+    )
 
 
 def test_stacked_input_names_its_experts() -> None:
@@ -152,6 +158,20 @@ def test_swapped_experts_are_seen() -> None:
     names[0], names[1] = names[1], names[0]
     program.inputs[at] = type(program.inputs[at])(**{**vars(program.inputs[at]), "fqns": tuple(names)})
     assert difference(program, model, tokens()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [(wider.MissingExpert, TOKENS), (wider.DroppedLoop, wider.DroppedLoop.limit)]
+)
+def test_choices_without_an_expert_are_not_counted(kind: type[styles.Layer], limit: int) -> None:
+    """The recorded tokens per expert are those that an expert served, whatever rows the layer moves."""
+    model, x = made(kind), tokens()
+    program = program_of(model, x)
+    pipelines.run(program, pipelines.parse("recognize-moe,record-metrics", PASSES), PASSES)
+    model.requires_grad_(False)
+    counts = torch.fx.Interpreter(program.graph_module).run(*values_of(program, model, (x,)))[-1]
+    chosen = model.route(x)[1].flatten().bincount(minlength=styles.EXPERTS + 1)[: styles.EXPERTS]  # type: ignore[operator]
+    assert counts.tolist() == chosen.clamp(max=limit).tolist() and int(counts.sum()) < 2 * TOKENS
 
 
 class Deep(nn.Sequential):
@@ -262,22 +282,12 @@ def test_refused(kind: type[styles.Layer]) -> None:
 
 
 def test_capacity_is_seen_in_a_large_batch() -> None:
-    """A limit far above the size of the usual probe."""
-
-    class Limited(styles.Layer):
-        limit = 100
-
-        def forward(self, x: Tensor) -> Tensor:
-            w, ids = self.route(x)
-            y = torch.zeros_like(x)
-            for e, expert in enumerate(self.experts):
-                t, k = torch.where(ids == e)
-                t, k = t[: self.limit], k[: self.limit]
-                y = y.index_add(0, t, expert(x[t]) * w[t, k, None])
-            return y
-
-    with pytest.raises(CaptureError, match="dropped"):
-        recognised(made(Limited), tokens(1024))
+    """A limit far above the size of the usual probe: more tokens are tried, so that it is seen and kept."""
+    model = made(wider.DroppedLoop)
+    model.limit = 100  # type: ignore[assignment]
+    program = recognised(model, tokens(1024))
+    assert [node.args[1] for node in graphs.find(program.graph, torch.ops.aten.le.Scalar)] == [100]
+    assert difference(program, model, tokens(1024)) < 1e-12
 
 
 # Golden texts -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.moe_stacked_styles import OneHotDispatch
 from tests.support.moe_styles import EXPERTS, INNER, MLP, WIDTH, Layer, WeightBeforeDown
 
 
@@ -37,14 +36,30 @@ class CentersRows(Layer):
 
 
 class WeightInside(Layer):
-    """The weight on the input of a nonlinear expert."""
+    """The weight in the middle of an expert, before its activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         w, ids = self.route(x)
         y = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             t, k = torch.where(ids == e)
-            y.index_add_(0, t, expert(x[t] * w[t, k, None]))
+            y.index_add_(0, t, expert.w2(F.silu(expert.w1(x[t]) * w[t, k, None])))
+        return y
+
+
+class DenseInputBias(Layer):
+    """Every expert on all tokens times masked weights: with a bias, experts that were not chosen give something, too."""
+
+    def make(self) -> None:
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH)) for _ in range(EXPERTS)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            y = y + expert(x * (w * (ids == e)).sum(-1, keepdim=True))
         return y
 
 
@@ -81,10 +96,48 @@ class WrongWeights(Layer):
         return y
 
 
-class DroppedTokens(OneHotDispatch):
-    """Three slots an expert."""
+class RandomlyDropped(Layer):
+    """Tokens are dropped by the size of their router score."""
 
-    slots = 3
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            best = w[t, k].argsort(descending=True)[:4]
+            t, k = t[best], k[best]
+            y.index_add_(0, t, expert(x[t]) * w[t, k, None])
+        return y
+
+
+class LastComeFirst(Layer):
+    """Each expert takes its last tokens, which no order of this compiler says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            t, k = t.flip(0)[:4], k.flip(0)[:4]
+            y.index_add_(0, t, expert(x[t]) * w[t, k, None])
+        return y
+
+
+class HalfTokens(Layer):
+    """An option without an expert hands back half of the token."""
+
+    def make(self) -> None:
+        self.gate = nn.Linear(WIDTH, EXPERTS + 1, bias=False)
+        super().make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e in range(EXPERTS + 1):
+            t, k = torch.where(ids == e)
+            rows = self.experts[e](x[t]) if e < EXPERTS else x[t].sin()
+            y.index_add_(0, t, rows * w[t, k, None])
+        return y
 
 
 class OddExpert(Layer):
@@ -112,13 +165,13 @@ class FrozenSome(Layer):
         self.experts[0].w1.weight.requires_grad_(False)
 
 
-class MissingExpert(Layer):
-    """The router chooses among four, three are computed."""
+class ExpertBetween(Layer):
+    """An option without an expert between two that have one."""
 
     def forward(self, x: Tensor) -> Tensor:
         w, ids = self.route(x)
         y = torch.zeros_like(x)
-        for e in range(EXPERTS - 1):
+        for e in (0, 2, 3):
             t, k = torch.where(ids == e)
             y.index_add_(0, t, self.experts[e](x[t]) * w[t, k, None])
         return y
@@ -143,12 +196,15 @@ REFUSED: dict[type[Layer], str] = {
     WeightBeforeBias: "nonlinear",
     ShiftedRows: "on probes",
     WrongWeights: "second time",
-    DroppedTokens: "dropped",
+    DenseInputBias: "on probes",
+    RandomlyDropped: "dropped",
+    LastComeFirst: "dropped",
+    HalfTokens: "depends on the routing decision",
     OddExpert: "experts.2",
     OddActivation: "experts.3",
     ReusedParameter: "experts.1.w1.weight",
     FrozenSome: "freeze",
-    MissingExpert: "3 experts were found",
+    ExpertBetween: "come before or behind",
     Threshold: "not recognised",
 }
 

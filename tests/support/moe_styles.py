@@ -31,6 +31,7 @@ class Layer(nn.Module):
     """Router and separate experts; subclasses say how they are combined."""
 
     top_k = TOP_K
+    regions = 1  # sets of experts that one decision routes to
 
     def __init__(self) -> None:
         super().__init__()
