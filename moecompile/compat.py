@@ -20,8 +20,13 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
+# Maps over experts are traced as loops: where vmap looks up what runs it, and how it reads its arguments.
+from torch._functorch import apis as _vmap_apis
+from torch._functorch import eager_transforms as _transforms
+
 # Traced backward nodes know their forward op only through these hooks.
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
+from torch._functorch.vmap import _process_batched_inputs
 
 # Joint tracing needs a tracing context, which only AOTAutograd sets otherwise.
 from torch._guards import TracingContext as TracingContext
@@ -41,6 +46,10 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
     _resolve_process_group,
 )
+
+# A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
+# A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
@@ -75,6 +84,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 reparametrize_module = _reparametrize_module
+StridedShard = _StridedShard
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
@@ -152,3 +162,24 @@ foreach_norm = torch._foreach_norm
 def without_torch_function() -> AbstractContextManager[None]:
     """Treat tensor subclasses as plain tensors inside; what torch's own subclasses use."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def batched_inputs(in_dims: Any, args: Any, func: Any) -> Any:
+    """Number of entries, dim of each leaf, leaves and structure of what a vmap maps over; its own reading of in_dims."""
+    return _process_batched_inputs(in_dims, args, func)
+
+
+@contextmanager
+def replace_transforms(vmap: Any, derivative: Any) -> Iterator[None]:
+    """Inside, every vmap is ``vmap(func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs)``, and ``derivative()``
+    is called where grad, vjp, jvp and their like begin."""
+    names = {(_vmap_apis, "vmap_impl"): vmap}
+    names |= {(_transforms, f"{kind}_increment_nesting"): derivative for kind in ("grad", "jvp")}
+    saved = {key: getattr(*key) for key in names}
+    try:
+        for (module, name), new in names.items():
+            setattr(module, name, new)
+        yield
+    finally:
+        for (module, name), old in saved.items():
+            setattr(module, name, old)

@@ -3,5 +3,7 @@
 from moecompile.capture.batch import batch_inputs, globalize
 from moecompile.capture.capture import capture_model
 from moecompile.capture.captured import Captured
+from moecompile.capture.compare import compare_capture, log_left_out
+from moecompile.capture.marks import mark_moe
 
-__all__ = ["Captured", "batch_inputs", "capture_model", "globalize"]
+__all__ = ["Captured", "batch_inputs", "capture_model", "compare_capture", "globalize", "log_left_out", "mark_moe"]

@@ -8,18 +8,20 @@ In-place updates become functional calls.  Assertions, copies and conversions wi
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from moecompile import graph as ir
-from moecompile import meta
+from moecompile import meta, ops
 from moecompile.capture import functional
 from moecompile.capture.autocast import Autocast, input_casts
+from moecompile.capture.custom_function import LINK
 from moecompile.capture.functional import Handle
 from moecompile.capture.identities import as_conversion, is_identity
+from moecompile.capture.transpose import transpose
 from moecompile.capture.watch import storage_key
 from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload
 from moecompile.errors import CaptureError
@@ -81,6 +83,8 @@ class Builder:
             return self._region(module, node, env)
         if node.target is operator.getitem:
             return self._element(node, env)
+        if node.target is LINK:
+            return self._linked(node, env)
         if functional.writes_first_argument(node.target):
             return self._in_place(node, env)
         if _writes_elsewhere(node.target):
@@ -96,6 +100,9 @@ class Builder:
                 return given if _same_storage(node, source) and not fresh else Handle(self._value(given))
             if node.target is aten.detach.default and self._value(given) not in self._differentiable:
                 return given
+            part = _part_of_stack(node, self._value(given))
+            if part is not None:
+                return Handle(part)
         return self._call(node, source, env)
 
     def _call(self, node: Node, source: Node | None, env: dict[Node, Any]) -> Handle:
@@ -146,6 +153,20 @@ class Builder:
         functional.write(handle, value, node, self._emit)
         return handle
 
+    def _linked(self, node: Node, env: dict[Node, Any]) -> tuple[Handle, ...]:
+        """The values of a custom function, with the gradient that its backward defines."""
+        values, seeds, inputs, gradients, where = cast("tuple[Any, ...]", map_arg(node.args, env.__getitem__))
+
+        def insert(target: Any, args: Any, kwargs: Any, found: Any) -> Node:
+            return self._insert(node, _stride_free(target), args, kwargs, found)
+
+        pairs = [(self._value(grad), self._value(item)) for grad, item in zip(gradients, inputs, strict=True)]
+        paths = transpose([seed.node for seed in seeds], pairs, self.mode, insert, self._constant, where)
+        made = []
+        for value, path, found in zip(map(self._operand, values), paths, node.meta["val"], strict=True):
+            made.append(Handle(value if path is None else self._insert(node, ops.graft, (value, path), {}, found)))
+        return tuple(made)
+
     def _fit(self, traced: Node, value: Any, wanted: torch.Tensor) -> Node:
         """``value`` in the type and shape of the tensor it is written to."""
         if not isinstance(value, Node):
@@ -191,7 +212,11 @@ class Builder:
         if not isinstance(handle, Handle):
             return handle
         node = self._value(handle)
-        if not self.grad_enabled or node not in self._without_grad or node not in self._differentiable:
+        return self._constant(node) if self.grad_enabled and node in self._without_grad else node
+
+    def _constant(self, node: Node) -> Node:
+        """The value without its gradient."""
+        if node not in self._differentiable:
             return node
         if node not in self._detached:
             made = self.graph.create_node("call_function", aten.detach.default, (node,), name="detach")
@@ -250,6 +275,16 @@ def _op_name(target: Any) -> str:
 
 def _stride_free(target: Any) -> Any:
     return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
+
+
+def _part_of_stack(node: Node, stack: Node) -> Node | None:
+    """The stacked tensor that ``node`` picks out of a stack again."""
+    if node.target is not aten.select.int or stack.target is not aten.stack.default:
+        return None
+    parts, dim, index = stack.args[0], stack.args[1] if len(stack.args) > 1 else 0, node.args[2]
+    if node.args[1] != dim or not isinstance(index, int):
+        return None
+    return parts[index]  # type: ignore[index, return-value]
 
 
 def _same_storage(node: Node, source: Node | None) -> bool:

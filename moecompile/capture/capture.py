@@ -21,6 +21,7 @@ from moecompile.capture.explain import errors_explained, torch_quiet
 from moecompile.capture.hf_experts import split_experts
 from moecompile.capture.lift import Lifter, first_names
 from moecompile.capture.loop_capture import LoopCapture
+from moecompile.capture.marks import Marked
 from moecompile.capture.results import Results
 from moecompile.capture.watch import watched
 from moecompile.compat import FakeTensorMode, TreeSpec, reparametrize_module, tree_flatten, tree_unflatten
@@ -48,7 +49,7 @@ class _Call(nn.Module):
         args, kwargs = tree_unflatten([next(supply) if is_tensor else leaf for leaf, is_tensor in pairs], self._spec)
         name = type(self.model).__name__
         # Explained in here: export would print the graph so far for some of torch's errors.
-        with errors_explained(name), watched(self.model, list(tensors)), LoopCapture():
+        with errors_explained(name), watched(self.model, list(tensors), self._results.attributes), LoopCapture():
             output = self.model(*args, **kwargs)
             loss = None if self._loss_fn is None else self._loss_fn(output, *args, **kwargs)
         return self._results.collect(output, loss, self._loss_fn is not None, name)
@@ -80,8 +81,15 @@ def capture_model(
     device = tensors[0].device if tensors else torch.device("cpu")
     names = first_names(model)
     faked = _weights_faked(call, mode, device, shapes or {})
-    with faked, split_experts(model), torch_quiet(), errors_explained(name):
-        program = torch.export.export(call, tensors, strict=False)
+    marked = Marked()
+    with faked, split_experts(model), marked.forwards(model), torch_quiet(), errors_explained(name):
+        try:
+            program = torch.export.export(call, tensors, strict=False)
+        except BaseException:
+            results.attributes.restore()
+            raise
+    results.attributes.forget()
+    marked.compare()
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
     return lifter.finish(name, results, in_spec)
 
@@ -113,7 +121,12 @@ def _weights_faked(
             made[id(tensor)] = nn.Parameter(found, requires_grad=tensor.requires_grad) if is_param else found
         return made[id(tensor)]
 
-    swap = {name: fake(name, tensor) for name, tensor in call.named_parameters(remove_duplicate=False)}
-    swap.update({name: fake(name, tensor) for name, tensor in call.named_buffers(remove_duplicate=False)})
+    # Each module once, under one of its paths: what is swapped twice would be put back as a fake.
+    swap = {
+        (name := f"{path}.{key}" if path else key): fake(name, tensor)
+        for path, module in call.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
     with reparametrize_module(call, swap):
         yield

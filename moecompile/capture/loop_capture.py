@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from moecompile.capture.asserts import outcome_of_assert
+from moecompile.capture.counts import Counts, rows_between
 from moecompile.capture.where import current_line
 from moecompile.compat import pretend_at_least
 from moecompile.errors import CaptureError
@@ -58,6 +60,11 @@ _KEEPING = frozenset(
 _SCATTERS = frozenset(["scatter", "scatter_", "scatter_add", "scatter_add_"])
 _PRODUCTS = frozenset(["mul", "multiply", "__mul__", "__rmul__", "where"])
 _GATHERS = frozenset(["__getitem__", "index_select", "gather", "take", "take_along_dim"])
+# Results of these have the sum of their first argument.
+_SUM_KEEPING = frozenset(
+    ["to", "float", "long", "int", "clone", "contiguous", "detach", "cpu", "view", "reshape", "flatten", "squeeze",
+     "unsqueeze", "permute", "transpose", "t", "sum"]
+)  # fmt: skip
 _COUNTERS = frozenset(["sum", "count_nonzero", "bincount", "histc", "cumsum"])
 _RESHAPES = frozenset(
     ["view", "reshape", "flatten", "squeeze", "to", "long", "int", "cpu", "clone", "contiguous", "detach"]
@@ -77,11 +84,15 @@ _COMPARISONS = {"greater": "gt", "less": "lt", "greater_equal": "ge", "less_equa
 
 @dataclass(frozen=True)
 class Routing:
-    """What a tensor inherited from its routing decision; ``counted`` marks numbers of tokens, as against expert ids."""
+    """What a tensor inherited from its routing decision.
+
+    ``counted`` marks numbers of tokens, as against expert ids; together they are ``total``, where that is known.
+    """
 
     num_experts: int
     top_k: int
     counted: bool = False
+    total: int | None = None
 
 
 class _TensorTable:
@@ -108,6 +119,9 @@ class LoopCapture(TorchFunctionMode):
         super().__init__()
         self._routing = _TensorTable()  # tensor -> Routing it was computed from
         self._flags = _TensorTable()  # 0-d tensor -> "count", or the answer to bool()
+        self._counts = Counts()
+        self._zeros = _TensorTable()  # tensors that are zero everywhere
+        self._distinct = _TensorTable()  # ids that topk gave
         self._hits = _TensorTable()  # list of the experts hit -> how many experts are visited
         self._handlers: dict[str, Callable[..., Any]] = {
             "any": self._reduction,
@@ -124,6 +138,8 @@ class LoopCapture(TorchFunctionMode):
             "split_with_sizes": self._split,
             "unbind": self._visit,
             "__iter__": self._visit,
+            "__getitem__": self._part,
+            "cumsum": self._running_sum,
             "tolist": self._tolist,
             "numpy": self._tolist,
             "__len__": self._length,
@@ -147,6 +163,8 @@ class LoopCapture(TorchFunctionMode):
         else:
             handler = self._handlers.get(name)
             out = handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
+        if name in ("zeros", "new_zeros", "zeros_like"):
+            self._zeros.set(out, True)
         self._inherit(name, args, kwargs, out)
         return out
 
@@ -167,6 +185,7 @@ class LoopCapture(TorchFunctionMode):
         for item in out if isinstance(out, tuple) else (out,):
             if isinstance(item, torch.Tensor) and not item.is_floating_point():
                 self._routing.set(item, Routing(int(scores.shape[dim]), int(top_k or 1)))
+                self._distinct.set(item, name == "topk")
         return out
 
     def _inherit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -181,17 +200,32 @@ class LoopCapture(TorchFunctionMode):
         found = [routing for part in flat if (routing := self._routing.get(part)) is not None]
         if not found:
             return
-        routing = replace(found[0], counted=found[0].counted or name in _COUNTERS)
+        total = self._total(name, args, found[0])
+        routing = replace(found[0], counted=found[0].counted or name in _COUNTERS, total=total)
         discrete = any(
             self._routing.get(part) is not None and not part.is_floating_point()
             for part in flat
             if isinstance(part, torch.Tensor)
         )
         for item in outs:
-            if self._routing.get(item) is None and self._passes_on(name, args, item, routing, discrete):
+            known = self._routing.get(item) is not None and not name.endswith("_")  # in place: it has changed
+            if not known and self._passes_on(name, args, item, routing, discrete):
                 self._routing.set(item, routing)
             if name in _RESHAPES and item.dim() in (1, 2) and (visited := self._hits.get(args[0])) is not None:
                 self._hits.set(item, visited)
+
+    def _total(self, name: str, args: tuple[Any, ...], routing: Routing) -> int | None:
+        """The sum over all elements of a result: each choice counts once in a one-hot, a histogram, a scattered one."""
+        if name in ("one_hot", "bincount", "histc") and not routing.counted:
+            return int(args[0].numel()) if isinstance(args[0].numel(), int) else None
+        if name in ("scatter", "scatter_") and len(args) > 3:
+            one = isinstance(args[3], (int, float)) and args[3] == 1 and args[2].dim() == 2 and args[1] in (1, -1)
+            return int(args[2].numel()) if one and self._zeros.get(args[0]) and self._is_distinct(args[2]) else None
+        return routing.total if name in _SUM_KEEPING else None
+
+    def _is_distinct(self, ids: torch.Tensor) -> bool:
+        """Whether no row names an expert twice: the ids as topk gave them."""
+        return self._distinct.get(ids) is True
 
     @staticmethod
     def _passes_on(name: str, args: tuple[Any, ...], out: torch.Tensor, routing: Routing, discrete: bool) -> bool:
@@ -235,7 +269,8 @@ class LoopCapture(TorchFunctionMode):
         return out
 
     def _truth(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        answer = self._flags.get(args[0])
+        asserted = outcome_of_assert()
+        answer = self._flags.get(args[0]) if asserted is None else asserted
         if answer is None:
             return func(*args, **kwargs)
         return True if answer == "count" else answer
@@ -271,7 +306,10 @@ class LoopCapture(TorchFunctionMode):
         """Iterating over the hit list visits every expert."""
         num_experts = self._hits.get(args[0])
         if num_experts is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func.__name__ == "unbind" and self._holds_counts(args[0]):
+                self._counts.add_elements(args[0], out)
+            return out
         matrix, device = args[0].dim() == 2, args[0].device
         rows = tuple(torch.tensor([e] if matrix else e, device=device) for e in range(num_experts))
         return iter(rows) if func.__name__ == "__iter__" else rows
@@ -290,12 +328,28 @@ class LoopCapture(TorchFunctionMode):
         num_experts = self._hits.get(tensor)
         if num_experts is not None:
             return list(range(num_experts)) if tensor.dim() == 1 else [[e] for e in range(num_experts)]
+        return self._counts.numbers(tensor) if self._holds_counts(tensor) else self._number(func, args, kwargs)
+
+    def _running_sum(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self._holds_counts(args[0]):
+            self._counts.add_sums(out, args[0])
+        return out
+
+    def _holds_counts(self, tensor: Any) -> bool:
+        """Whether a tensor holds a number of tokens for each expert; it is remembered."""
         routing = self._routing.get(tensor)
         if routing is None or not routing.counted or tensor.dim() != 1 or not isinstance(tensor.shape[0], int):
-            return self._number(func, args, kwargs)
-        sizes = [tensor[index].item() for index in range(tensor.shape[0])]
-        pretend_at_least(sizes, 2)
-        return sizes
+            return False
+        self._counts.add(tensor, routing.total)
+        return True
+
+    def _part(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = rows_between(*args)
+        out = func(*args, **kwargs) if rows is None else rows
+        if isinstance(args[1], int) and args[1] >= 0 and self._holds_counts(args[0]):
+            self._counts.add_elements(args[0], (out,), args[1])
+        return out
 
     def _length(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Python wants a number from ``len``, where ``numel`` and ``shape`` can answer with a symbol."""
@@ -308,6 +362,9 @@ class LoopCapture(TorchFunctionMode):
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A number read out of a tensor: fine for constants and routing counts, refused otherwise."""
+        count = self._counts.number(args[0]) if func.__name__ == "item" else None
+        if count is not None:
+            return count
         out = func(*args, **kwargs)
         parts = out if isinstance(out, list) else [out]
         if not any(isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)) for part in parts):

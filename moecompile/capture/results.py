@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moecompile.capture.attributes import Attributes
 from moecompile.capture.hf_cache import is_cache, register_cache
 from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
@@ -21,6 +22,7 @@ class Results:
     out_spec: TreeSpec | None = None
     template: tuple[Any, ...] = ()
     outputs: list[Output] = field(default_factory=list)
+    attributes: Attributes = field(default_factory=Attributes)
 
     @property
     def loss_index(self) -> int | None:

@@ -1,8 +1,8 @@
 """Refuse what tracing would lose in silence.
 
-`torch.export` keeps no trace of an attribute assigned in a submodule's forward, drops the backward of a custom
-`autograd.Function`, and may delete in-place updates made without gradients.  The training step built from the graph
-would then be wrong without an error, so each of these is caught the moment the model does it.
+`torch.export` keeps no trace of an attribute assigned in a submodule's forward, and may delete in-place updates made
+without gradients.  The training step built from the graph would then be wrong without an error, so each of these is
+caught the moment the model does it.  Custom `autograd.Function`s, whose backward export drops, are traced instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from moecompile.capture.attributes import Attributes
+from moecompile.capture.custom_function import functions_traced
+from moecompile.capture.transforms import vmap_unrolled
 from moecompile.capture.where import current_line, forward_line, module_name
 from moecompile.errors import CaptureError
 
@@ -74,22 +77,60 @@ def storage_key(tensor: torch.Tensor) -> int:
 def _refuse_assignment(root: nn.Module, module: nn.Module, name: str, line: str) -> None:
     kind = "buffer" if name in module._buffers else "parameter" if name in module._parameters else "attribute"
     raise CaptureError(
-        f"{line}: the forward assigns a tensor to {kind} {name!r} of {module_name(root, module)}, which a captured "
-        f"step cannot carry to the next call; return the tensor, or update it outside forward, after the step."
+        f"{line}: the forward assigns a tensor to {kind} {name!r} of {module_name(root, module)} that was there before, "
+        f"and a captured step cannot carry it to the next call; return the tensor, or update it outside forward, after "
+        f"the step."
     )
 
 
 @contextlib.contextmanager
-def _assignments_refused(root: nn.Module) -> Iterator[None]:
-    """Catch ``module.name = tensor`` and ``register_buffer`` in every module of ``root``."""
+def _moves_ignored(root: nn.Module) -> Iterator[None]:
+    """``module.to(...)`` in a forward changes nothing where the module is there already; other moves are refused."""
+    members = {id(module) for module in root.modules()}
+    plain = nn.Module._apply
+
+    def watched_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if id(self) not in members:
+            return plain(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        for tensor in (*self.parameters(), *self.buffers()):
+            with torch.no_grad():
+                moved = fn(tensor)
+            if (moved.dtype, moved.device, moved.shape) != (tensor.dtype, tensor.device, tensor.shape):
+                raise CaptureError(
+                    f"{current_line()}: the forward moves or casts {module_name(root, self)}, which changes its "
+                    f"parameters; do it once, before the model is parallelized."
+                )
+        return self
+
+    nn.Module._apply = watched_apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[None]:
+    """Follow ``module.name = value`` in every module of ``root``; refuse tensors that would have to last."""
     members = {id(module) for module in root.modules()}
     # Parametrizations (adapters on expert weights) take a parameter out for the time of a forward and put it back.
     own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     plain_setattr, plain_register = nn.Module.__setattr__, nn.Module.register_buffer
+    plain_get = nn.Module.__getattribute__
+
+    def watched_get(self: nn.Module, name: str) -> Any:
+        attributes.read(self, name)
+        return plain_get(self, name)
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
-        if id(self) in members and isinstance(value, torch.Tensor) and id(value) not in own:
-            _refuse_assignment(root, self, name, current_line())
+        if (
+            id(self) in members and id(value) not in own and "_buffers" in vars(self)
+        ):  # a proxy under construction has none
+            lasting = name in vars(self)["_buffers"] or name in vars(self)["_parameters"]
+            if not lasting:
+                attributes.write(self, name, current_line())
+            if isinstance(value, torch.Tensor) and (lasting or not attributes.is_local(self, name)):
+                _refuse_assignment(root, self, name, current_line())
         plain_setattr(self, name, value)
 
     def watched_register(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
@@ -99,36 +140,13 @@ def _assignments_refused(root: nn.Module) -> Iterator[None]:
 
     nn.Module.__setattr__ = watched_setattr  # type: ignore[method-assign]
     nn.Module.register_buffer = watched_register  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = watched_get  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
         nn.Module.register_buffer = plain_register  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _custom_functions_refused() -> Iterator[None]:
-    """Catch `autograd.Function` subclasses of the user; torch's own (custom operators) keep their backward."""
-    plain = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch.utils.checkpoint":
-            raise CaptureError(
-                f"{current_line()}: reentrant activation checkpointing loses its backward in capture; "
-                f"pass use_reentrant=False to torch.utils.checkpoint."
-            )
-        if not cls.__module__.startswith("torch."):
-            raise CaptureError(
-                f"{current_line()}: the backward of the custom autograd.Function {cls.__name__} would be lost in "
-                f"capture; register it as an operator with torch.library.custom_op and register_autograd."
-            )
-        return plain.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+        del nn.Module.__getattribute__  # that of object again
 
 
 def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,12 +175,21 @@ def _join(prefix: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def watched(root: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
-    """Run the model's forward inside: side effects that the graph cannot express raise `CaptureError`."""
+def watched(root: nn.Module, inputs: list[torch.Tensor], attributes: Attributes) -> Iterator[None]:
+    """Run the model's forward inside: side effects that the graph cannot express raise `CaptureError`.
+
+    ``attributes`` learns which plain attributes the forward wrote, to be forgotten after the trace.
+    """
     before = {id(tensor) for module in root.modules() for _, tensor in _held_tensors(module)}
-    with _assignments_refused(root), _custom_functions_refused(), _MutationWatch(_owners(root, inputs)):
+    with (
+        _assignments_watched(root, attributes),
+        _moves_ignored(root),
+        functions_traced(),
+        vmap_unrolled(),
+        _MutationWatch(_owners(root, inputs)),
+    ):
         yield
     for module in root.modules():
         for name, tensor in _held_tensors(module):
-            if id(tensor) not in before:
+            if id(tensor) not in before and not attributes.is_local(module, name):
                 _refuse_assignment(root, module, name, forward_line(module))

@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    console.print("\n".join(_layer_lines(found)), highlight=False, markup=False)
+    console.print(
+        "\n".join([*_layer_lines(found), *_gather_lines(found)]), highlight=False, markup=False, soft_wrap=True
+    )
     console.print(_passes(found))
     if arguments.show:
         print(program)
@@ -56,7 +58,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def report(model: nn.Module, program: Program) -> dict[str, Any]:
-    """Layers and passes as plain data. ``parameters`` counts a layer's expert weights."""
+    """Layers, what looks like one and is none, gathered lines and passes, as plain data.
+
+    ``parameters`` counts a layer's expert weights.
+    """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     layers = [
         {
@@ -66,6 +71,9 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
             "experts": layer["num_experts"],
             "experts_per_rank": layer["num_experts"] // program.plan.ep,
             "top_k": layer["top_k"],
+            "router": layer.get("router"),
+            "shared_experts": list(layer.get("shared_experts", ())),
+            "capacity": layer.get("capacity"),
             "parameters": sum(sizes.get(name, 0) for name in layer["params"]),
             "names": list(layer["params"]),
         }
@@ -80,7 +88,25 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
         }
         for entry in program.history
     ]
-    return {"plan": str(program.plan), "world_size": program.plan.world_size, "layers": layers, "passes": passes}
+    gathers = [
+        {
+            "op": item.op,
+            "module": item.module,
+            "source": _relative(item.source),
+            "axis": item.axis,
+            "bytes_per_step": item.step_bytes,
+            "reason": item.reason,
+        }
+        for item in program.gathers
+    ]
+    return {
+        "plan": str(program.plan),
+        "world_size": program.plan.world_size,
+        "layers": layers,
+        "not_layers": [{**item, "source": _relative(item["source"])} for item in program.unrouted],
+        "gathers": gathers,
+        "passes": passes,
+    }
 
 
 def _relative(source: str) -> str:
@@ -93,7 +119,7 @@ def _relative(source: str) -> str:
 
 
 def _layer_lines(found: dict[str, Any]) -> list[str]:
-    """Two lines a layer."""
+    """Three lines a layer, two for what is none."""
     ranks = found["world_size"]
     lines = [f"{len(found['layers'])} MoE layers; {found['plan']}: {ranks} rank{'s' if ranks > 1 else ''}"]
     for layer in found["layers"]:
@@ -102,6 +128,56 @@ def _layer_lines(found: dict[str, Any]) -> list[str]:
             f"    {layer['how']}: {layer['experts']} experts, {layer['experts_per_rank']} a rank, top-{layer['top_k']}, "
             f"{layer['parameters']:,} expert parameters"
         )
+        lines.append(f"    {_router_text(layer)}")
+    for item in found["not_layers"]:
+        lines.append(f"{item['module'] or 'the model'}  {item['source']}")
+        lines.append(f"    no MoE layer, runs data-parallel: {item['reason']}")
+    return lines
+
+
+def _router_text(layer: dict[str, Any]) -> str:
+    """What is known of a layer's router and of what stands beside its experts."""
+    router, parts = layer["router"] or {}, []
+    if router:
+        extras = {"selection bias": router["bias"], "renormalized": router["normalized"], "noise": router["noise"]}
+        groups = [f"{router['groups']} groups"] if router["groups"] else []
+        parts.append(
+            ", ".join(
+                [
+                    f"router: {router['kind']} {router['where']}".rstrip(),
+                    *groups,
+                    *(name for name, there in extras.items() if there),
+                ]
+            )
+        )
+    parts.append(
+        f"shared experts: {_common(layer['shared_experts'])}" if layer["shared_experts"] else "no shared experts"
+    )
+    parts.append("dropless" if layer["capacity"] is None else f"capacity {layer['capacity']} tokens an expert")
+    return "; ".join(parts)
+
+
+def _common(names: list[str]) -> str:
+    """The module that holds these parameters."""
+    rows = [name.split(".") for name in names]
+    shared = []
+    for parts in zip(*rows, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) or ", ".join(names)
+
+
+def _gather_lines(found: dict[str, Any]) -> list[str]:
+    """What is not computed in parts, one line of the user's code in two; nothing where all is."""
+    gathers = found["gathers"]
+    if not gathers:
+        return []
+    total = sum(item["bytes_per_step"] for item in gathers)
+    lines = [f"lines that run whole on every rank: {len(gathers)}, {total:,} bytes per step (strict=True refuses them)"]
+    for item in gathers:
+        lines.append(f"{item['op']}  {item['source']}")
+        lines.append(f"    {item['bytes_per_step']:,} bytes over {item['axis']}: {item['reason']}")
     return lines
 
 

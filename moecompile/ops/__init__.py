@@ -21,7 +21,8 @@ from moecompile.ops.fused import (
     swiglu,
     swiglu_backward,
 )
-from moecompile.ops.random import fold_seed, uniform
+from moecompile.ops.graft import graft
+from moecompile.ops.random import fold_seed, global_rows, uniform, uniform_rows
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice
 
@@ -60,6 +61,8 @@ __all__ = [
     "exchange_counts",
     "fold_seed",
     "gather_rows",
+    "global_rows",
+    "graft",
     "grouped_linear",
     "grouped_linear_wgrad",
     "grouped_sum",
@@ -78,6 +81,7 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "uniform",
+    "uniform_rows",
     "unpermute",
     "unpermute_backward",
 ]

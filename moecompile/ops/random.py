@@ -81,3 +81,55 @@ uniform = define(
     setup=lambda ctx, inputs, output: None,
     backward=_no_gradient,
 )
+
+# ---- numbers for rows of experts -------------------------------------------------------------------------------------
+
+
+def _global_rows(row_map: Tensor, index: Tensor, choices: int, outer: int, ranks: int) -> Tensor:
+    """Places in the whole batch of the choices that a rank's row map names: of ``choices``, cut as ``[outer, ranks, inner]``."""
+    inner = choices // outer
+    before = row_map // max(inner, 1) * (inner * ranks) + index.to(row_map.device) * inner
+    return torch.where(row_map < 0, row_map, before + row_map % max(inner, 1))
+
+
+def _global_rows_fake(row_map: Tensor, index: Tensor, choices: int, outer: int, ranks: int) -> Tensor:
+    require(
+        row_map.dtype == torch.int64 and row_map.dim() == 1,
+        f"moe::global_rows: row_map is {row_map.dtype}{list(row_map.shape)}, but int64 [R] is needed; pass permute's.",
+    )
+    return torch.empty_like(row_map)
+
+
+global_rows = define(
+    "global_rows(Tensor row_map, Tensor index, int choices, int outer, int ranks) -> Tensor",
+    _global_rows,
+    _global_rows_fake,
+)
+
+
+def _uniform_rows(like: Tensor, seed: Tensor, places: Tensor) -> Tensor:
+    """As `uniform`, for rows whose places in the global tensor are given: the same numbers in whatever order rows stand."""
+    _check_seed("uniform_rows", seed)
+    width = like[0].numel() if like.shape[0] else 0
+    place = places.to(like.device)[:, None] * width + torch.arange(width, device=like.device)
+    bits = (_mix(seed.to(like.device) + (place + 1) * _GOLDEN) >> (64 - _BITS)) & ((1 << _BITS) - 1)
+    return (bits.to(torch.float32) * (1.0 / (1 << _BITS))).reshape(like.shape)
+
+
+def _uniform_rows_fake(like: Tensor, seed: Tensor, places: Tensor) -> Tensor:
+    _check_seed("uniform_rows", seed)
+    require(
+        like.dim() > 1 and places.dim() == 1 and places.dtype == torch.int64,
+        f"moe::uniform_rows: places is {places.dtype}{list(places.shape)} for rows of {list(like.shape)}, but int64 [R] is needed; "
+        f"pass what global_rows returned.",
+    )
+    return like.new_empty(like.shape, dtype=torch.float32)
+
+
+uniform_rows = define(
+    "uniform_rows(Tensor like, Tensor seed, Tensor places) -> Tensor",
+    _uniform_rows,
+    _uniform_rows_fake,
+    setup=lambda ctx, inputs, output: None,
+    backward=lambda ctx, *grads: (None, None, None),
+)

@@ -26,16 +26,17 @@ def define(
     *,
     setup: Op | None = None,
     backward: Op | None = None,
+    tags: tuple[torch.Tag, ...] = (),
 ) -> OpOverload[..., Any]:
     """Define `moe::<schema>` and return its overload.
 
     `fake` computes output shapes and never reads a size that is known only at run time.  `setup(ctx, inputs,
     output)` saves what `backward(ctx, *grads)` needs.  Without a `backward` the op must have no floating-
-    point output.
+    point output.  `tags` say more about it, such as that it works element by element.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
     if backward is not None:

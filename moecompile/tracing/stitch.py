@@ -83,7 +83,9 @@ class Stitcher:
         local.copy(template.forward)
         for node, found in zip(segment.outputs, template.outputs, strict=True):
             self.env[node] = local.env[found]
-            meta.set_placements(self.env[node], meta.placements(node))
+        for node, value in zip(segment.nodes, template.values, strict=True):
+            if value in local.env:  # the template may stand for a segment that lives elsewhere
+                meta.copy_placements(local.env[value], node)
         return local
 
     def _seed(self, loss: Node) -> None:
@@ -99,11 +101,21 @@ class Stitcher:
     def _copy_backward(self, segment: Segment, template: Template, local: _Instance) -> None:
         seeded = [node for node in segment.outputs if node in self.grads]
         for slot, node in zip(template.cotangents, seeded, strict=True):
-            local.env[slot] = self.gradient(node)
+            local.env[slot] = self._laid_out_as(slot, self.gradient(node))
         local.copy(template.backward)
         for node, grad in zip(segment.inputs, template.gradients, strict=True):
             if isinstance(grad, Node):
                 self.grads.setdefault(node, []).append(local.env[grad])
+
+    def _laid_out_as(self, slot: Node, grad: Node) -> Node:
+        """The gradient in the memory order that the template was traced for: its views of it would fail in another one."""
+        wanted, found = meta.tensor(slot), meta.tensor(grad)
+        same = [str(step) for step in wanted.stride()] == [str(step) for step in found.stride()]
+        if same or not wanted.is_contiguous() or found.is_contiguous():
+            return grad
+        made = graphs.call(self.graph, aten.contiguous.default, grad, like=grad, mode=self.mode)
+        meta.set_direction(made, meta.Direction.BACKWARD)
+        return made
 
 
 class _Instance:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,21 +17,26 @@ from .. import graph as graphs
 from .. import meta, ops
 from ..compat import (
     FakeTensorMode,
+    OpOverload,
     TracingContext,
     get_proxy_mode,
     make_fx,
     setup_stacktrace_preservation_hooks,
     tracing,
+    tree_flatten,
     without_new_symbols,
 )
 from .segments import Segment
+
+aten = torch.ops.aten
 
 
 @dataclass
 class Template:
     """A joint graph. ``gradients[i]`` belongs to the segment's ``inputs[i]``, None where there is none.
 
-    ``layer`` is the module path of the layer that was traced; copies are of other layers.
+    ``layer`` is the module path of the layer that was traced; copies are of other layers. ``values[i]`` is what the segment's
+    ``nodes[i]`` has become, None where nothing was left of it.
     """
 
     inputs: list[Node]
@@ -38,6 +45,7 @@ class Template:
     backward: list[Node]
     outputs: list[Any]
     gradients: list[Any]
+    values: list[Node | None]
     layer: str | None = None
 
 
@@ -73,18 +81,18 @@ def trace(segment: Segment, inputs: Sequence[bool], seeds: Sequence[bool], mode:
     """Joint trace: gradients for the inputs marked True, given one cotangent for each output marked True."""
     wanted = [index for index, need in enumerate(inputs) if need]
     seeded = [node for node, seed in zip(segment.outputs, seeds, strict=True) if seed]
-    border: list[int] = []
+    early: set[str] = set()  # names of the forward's nodes; make_fx drops some of them afterwards
 
-    def joint(values: list[Any], cotangents: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def joint(values: list[Any], cotangents: list[torch.Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
         env = _run(segment, values)
-        outputs = [env[node] for node in segment.outputs]
+        outputs, known = [env[node] for node in segment.outputs], [env[node] for node in segment.nodes]
         if not seeded or not wanted:
-            return outputs, [None] * len(wanted)
+            return outputs, [None] * len(wanted), known
         heads = [env[node] for node in seeded]
         setup_stacktrace_preservation_hooks([head.grad_fn for head in heads])
-        border.append(len(_current_graph().nodes))
+        early.update(node.name for node in _current_graph().nodes)
         grads = torch.autograd.grad(heads, [values[index] for index in wanted], cotangents, allow_unused=True)
-        return outputs, list(grads)
+        return outputs, list(grads), known
 
     leaves = [_leaf(node, need, mode) for node, need in zip(segment.inputs, inputs, strict=True)]
     cotangents = [_leaf(node, False, mode) for node in seeded]
@@ -97,7 +105,7 @@ def trace(segment: Segment, inputs: Sequence[bool], seeds: Sequence[bool], mode:
         torch.autograd.set_multithreading_enabled(False),
     ):
         traced = make_fx(joint)(leaves, cotangents)
-    return _read(segment, traced.graph, inputs, len(leaves), border)
+    return _read(segment, traced.graph, inputs, len(leaves), early)
 
 
 def _current_graph() -> Graph:
@@ -107,11 +115,14 @@ def _current_graph() -> Graph:
     return mode.tracer.graph
 
 
-def _read(segment: Segment, graph: Graph, inputs: Sequence[bool], num_inputs: int, border: list[int]) -> Template:
+def _read(segment: Segment, graph: Graph, inputs: Sequence[bool], num_inputs: int, early: set[str]) -> Template:
     """Split the traced nodes by direction and name their twins."""
     nodes = list(graph.nodes)
-    at_border = border[0] if border else len(nodes)
-    late = set(nodes[at_border:])
+    late = {node for node in nodes if early and node.name not in early}
+    flat = iter(tree_flatten(graph.output_node().args[0])[0])
+    outputs, grads = list(islice(flat, len(segment.outputs))), list(islice(flat, sum(inputs)))
+    values = [list(islice(flat, len(tree_flatten(meta.value(node))[0]))) for node in segment.nodes]
+    graph.output_node().args = ((outputs, grads),)  # a value is no reason to keep a node
     graphs.eliminate_dead(graph)
     kept = list(graph.nodes)
     placeholders = [node for node in kept if node.op == "placeholder"]
@@ -119,10 +130,7 @@ def _read(segment: Segment, graph: Graph, inputs: Sequence[bool], num_inputs: in
     forward = [node for node in calls if node not in late]
     backward = [node for node in calls if node in late]
     _tag(forward, backward)
-    flat: Any = graph.output_node().args[0]
-    outputs, grads = flat[: len(segment.outputs)], list(flat[len(segment.outputs) :])
-    if outputs and isinstance(flat[0], (list, tuple)):
-        outputs, grads = list(flat[0]), list(flat[1])
+    _loosen_views(calls)
     found = iter(grads)
     gradients = [next(found) if need else None for need in inputs]
     return Template(
@@ -130,10 +138,42 @@ def _read(segment: Segment, graph: Graph, inputs: Sequence[bool], num_inputs: in
         placeholders[num_inputs:],
         forward,
         backward,
-        list(outputs),
+        outputs,
         gradients,
+        [_made_of(node, value, set(kept)) for node, value in zip(segment.nodes, values, strict=True)],
         segment.layer,
     )
+
+
+def _made_of(node: Node, leaves: list[Any], kept: set[Node]) -> Node | None:
+    """The traced node that holds the value of ``node``; for a tuple the one call that gave all its elements."""
+    found = leaves[0] if leaves else None
+    if isinstance(meta.value(node), (tuple, list)):
+        sources = {item.args[0] for item in leaves if isinstance(item, Node) and item.target is operator.getitem}
+        found = sources.pop() if len(sources) == 1 else None
+        found = found if isinstance(found, Node) and found.target is node.target else None
+    return found if isinstance(found, Node) and found in kept else None
+
+
+def _loosen_views(nodes: list[Node]) -> None:
+    """Copy where a view may fail: elementwise kernels keep the memory order of an operand where their fake rules promise another.
+
+    Known of ``softplus_backward``; asked of every elementwise op and backward that reads a value that is not contiguous.
+    """
+    for node in nodes:
+        source = node.args[0] if node.target is aten.view.default else None
+        if isinstance(source, Node) and isinstance(source.target, OpOverload):
+            elementwise = torch.Tag.pointwise in source.target.tags or str(source.target).endswith("_backward.default")
+            if elementwise and any(_is_scattered(item) for item in source.all_input_nodes):
+                node.target = aten.reshape.default
+
+
+def _is_scattered(node: Node) -> bool:
+    """Whether a tensor of known sizes is not contiguous."""
+    found = node.meta.get("val")
+    if not isinstance(found, torch.Tensor) or any(True for _ in graphs.symbolic_sizes(found)):
+        return False
+    return not found.is_contiguous()
 
 
 def _tag(forward: list[Node], backward: list[Node]) -> None:

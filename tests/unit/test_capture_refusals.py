@@ -75,9 +75,28 @@ def buffer_as_out(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def attribute_assigned(self: Any, x: Tensor) -> Tensor:
+def attribute_carried(self: Any, x: Tensor) -> Tensor:
+    before = getattr(self, "last", 0)
     self.last = self.linear(x)
-    return self.last
+    return self.last + before
+
+
+def attribute_added_to(self: Any, x: Tensor) -> Tensor:
+    self.table = self.table + self.linear(x)
+    return self.table
+
+
+def attribute_moved(self: Any, x: Tensor) -> Tensor:
+    self.linear.to(torch.float64)
+    return self.linear(x)
+
+
+def transformed(self: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: self.linear(y).sum())(x)
+
+
+def map_over_many(self: Any, x: Tensor) -> Tensor:
+    return torch.vmap(self.linear)(x.repeat(1000, 1))
 
 
 def attribute_in_list(self: Any, x: Tensor) -> Tensor:
@@ -128,14 +147,6 @@ def list_of_values(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * sum(x[0].tolist())
 
 
-def custom_function(self: Any, x: Tensor) -> Tensor:
-    return Doubled.apply(self.linear(x))
-
-
-def reentrant_checkpoint(self: Any, x: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=True)
-
-
 def broken(self: Any, x: Tensor) -> Tensor:
     return self.linear(x[:, :3])
 
@@ -146,7 +157,11 @@ REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (buffer_reassigned, "assigns a tensor to buffer 'steps' of inner.*outside forward"),
     (buffer_registered, "assigns a tensor to attribute 'late' of inner.*outside forward"),
     (buffer_as_out, "writes into buffer 'inner.steps'.*outside forward"),
-    (attribute_assigned, "assigns a tensor to attribute 'last' of inner.*return the tensor"),
+    (attribute_carried, "assigns a tensor to attribute 'last' of inner that was there before.*return the tensor"),
+    (attribute_added_to, "assigns a tensor to attribute 'table' of inner that was there before.*return the tensor"),
+    (attribute_moved, "moves or casts inner.linear.*before the model is parallelized"),
+    (transformed, "derivative with torch.func.*write the derivative out"),
+    (map_over_many, "vmap maps over 3000 entries.*write the batched operation out"),
     (attribute_in_list, "assigns a tensor to attribute 'cache' of inner.*return the tensor"),
     (attribute_in_place, "writes into attribute 'inner.table'.*outside forward"),
     (parameter_in_place, "writes into parameter 'inner.linear.weight'.*outside forward"),
@@ -157,8 +172,6 @@ REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (item, "reads a number out of a tensor.*keep it a tensor"),
     (as_float, "depends on tensor values.*torch.where"),
     (list_of_values, "reads a number out of a tensor.*keep it a tensor"),
-    (custom_function, "custom autograd.Function Doubled.*torch.library.custom_op"),
-    (reentrant_checkpoint, "reentrant activation checkpointing.*use_reentrant=False"),
     (broken, "stopped with RuntimeError.*check that the plain model runs"),
 ]
 
@@ -191,9 +204,12 @@ def test_nothing_is_printed_by_torch(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_patches_are_taken_back_after_a_refusal() -> None:
     setattr_before, apply_before = nn.Module.__setattr__, torch.autograd.Function.__dict__["apply"]
+    apply_to_all = nn.Module._apply
     with pytest.raises(CaptureError):
-        capture_model(Model(attribute_assigned), (torch.ones(3, 4),), {})
-    assert nn.Module.__setattr__ is setattr_before
+        capture_model(Model(attribute_carried), (torch.ones(3, 4),), {})
+    assert nn.Module.__setattr__ is setattr_before and nn.Module._apply is apply_to_all
+    assert nn.Module.__getattribute__ is object.__getattribute__
+    assert float(torch.vmap(torch.sum)(torch.ones(3, 2))[1]) == 2.0
     assert torch.autograd.Function.__dict__["apply"] is apply_before
     assert float(Doubled.apply(torch.ones(()))) == 2.0
 
@@ -215,6 +231,18 @@ def counts_calls(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("body", [prints, checkpointed, counts_calls], ids=lambda body: body.__name__)
 def test_harmless_code_is_captured(body: Callable[[Any, Tensor], Any]) -> None:
     assert targets(capture_model(Model(body), (torch.ones(3, 4),), {})) == ["aten.linear.default"]
+
+
+def test_a_refusal_leaves_attributes_as_they_were() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        self.late, self.cache = self.linear(x), [self.linear(x)]
+        return x if x.sum() > 0 else self.late
+
+    model = Model(body)
+    before = model.inner.cache
+    with pytest.raises(CaptureError):
+        capture_model(model, (torch.ones(3, 4),), {})
+    assert not hasattr(model.inner, "late") and model.inner.cache is before
 
 
 def test_a_forward_that_returns_no_tensor_is_refused() -> None:
