@@ -2,9 +2,12 @@
 
 Both meshes lie over the same ranks.  Attention side `pp x dp x cp x tp`, expert side `pp x edp x ep x etp`,
 last axis fastest.  A group of an axis holds the ranks that differ in that coordinate and agree in the others
-of its own mesh, in the order of the coordinate.  Plain arithmetic: no torch, no processes, any rank count.
+of its own mesh, in the order of the coordinate.  Several axes of one mesh make one, too: `dp+tp`, last
+fastest.  Plain arithmetic: no torch, no processes, any rank count.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,9 +47,9 @@ class Mesh:
     def size(self, axis: str) -> int:
         """Number of ranks in each group of `axis`."""
         _check_axis(axis)
-        size: int | None = self.world_size if axis == "world" else getattr(self.plan, axis)
-        assert size is not None
-        return size
+        if axis == "world":
+            return self.world_size
+        return math.prod(getattr(self.plan, part) for part in axis.split("+"))
 
     def groups(self, axis: str) -> tuple[Group, ...]:
         """Every group of `axis`, ordered by first rank; together they hold each rank once."""
@@ -61,8 +64,11 @@ class Mesh:
     def axis_index(self, axis: str, rank: int) -> int:
         """The place of `rank` in its group of `axis`."""
         _check_axis(axis)
-        coordinates = self.plan.coordinates(rank)
-        index: int = rank if axis == "world" else getattr(coordinates, axis)
+        coordinates, index = self.plan.coordinates(rank), 0
+        if axis == "world":
+            return rank
+        for part in axis.split("+"):
+            index = index * self.size(part) + int(getattr(coordinates, part))
         return index
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -70,8 +76,27 @@ class Mesh:
         return self.plan.coordinates(rank)
 
 
+def joined(axes: Iterable[str]) -> str:
+    """The axis that several axes of one mesh make together, in the order of the mesh."""
+    wanted = set(axes)
+    for mesh in (ATTENTION_AXES, EXPERT_AXES):
+        if wanted <= set(mesh):
+            return "+".join(axis for axis in mesh if axis in wanted)
+    raise PlanError(
+        f"the axes {', '.join(sorted(wanted))} are not of one mesh; join those of {ATTENTION_AXES} or {EXPERT_AXES}."
+    )
+
+
+def is_axis(name: str) -> bool:
+    """Whether a mesh has an axis of this name."""
+    parts = name.split("+")
+    if len(parts) == 1:
+        return name in AXES
+    return any(name == "+".join(axis for axis in mesh if axis in parts) for mesh in (ATTENTION_AXES, EXPERT_AXES))
+
+
 def _check_axis(axis: str) -> None:
-    if axis not in AXES:
+    if not is_axis(axis):
         raise PlanError(f"mesh axis {axis!r} does not exist; use one of {', '.join(AXES)}.")
 
 
@@ -79,8 +104,9 @@ def _key(coordinates: Coordinates, axis: str) -> tuple[int, ...]:
     """What the ranks of one group have in common: their coordinates on the other axes of the same mesh."""
     if axis == "world":
         return ()
-    mesh = EXPERT_AXES if axis in EXPERT_AXES and axis != "pp" else ATTENTION_AXES
-    return tuple(getattr(coordinates, other) for other in mesh if other != axis)
+    parts = axis.split("+")
+    mesh = EXPERT_AXES if parts[-1] in EXPERT_AXES and parts[-1] != "pp" else ATTENTION_AXES
+    return tuple(getattr(coordinates, other) for other in mesh if other not in parts)
 
 
 # Plans are few and hashable, and every collective of a graph asks for its group.

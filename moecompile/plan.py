@@ -53,8 +53,9 @@ class Plan:
 
     Degrees: `dp=None` is filled in by `resolve(world_size)`; the others default to 1.  `batch_dims` maps an
     argument name to the dim that data ranks split, or to None for an argument that is equal on all ranks;
-    `overrides` maps a module pattern to a placement.  `router_dtype` and `reduce_dtype` of None keep the
-    model's own.  `timeout` is in seconds.
+    `overrides` maps a module pattern to a placement.  `strict` refuses a line of the model that no placement
+    rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
+    `router_dtype` and `reduce_dtype` of None keep the model's own.  `timeout` is in seconds.
 
     Raises PlanError naming field, value, rule and the nearest legal values.
     """
@@ -187,10 +188,10 @@ class Plan:
 
     def check_supported(self) -> None:
         """PlanError, in one sentence, for a legal plan that this release cannot run."""
-        for name in ("tp", "cp", "pp", "etp"):
+        for name in ("pp", "etp"):
             value = getattr(self, name)
             if value > 1:
-                raise _unsupported(name, value, f"plans of dp x ep only; use {name}=1")
+                raise _unsupported(name, value, f"plans of dp x cp x tp x ep only; use {name}=1")
         for name in ("schedule", "layout"):
             if getattr(self, name) is not None:
                 raise _unsupported(name, getattr(self, name), f"no pipeline stages; leave {name} out")
@@ -202,6 +203,10 @@ class Plan:
         if self.reduce_dtype is not None:
             raise _unsupported(
                 "reduce_dtype", self.reduce_dtype, "gradients reduced in their own type; leave reduce_dtype out"
+            )
+        if self.deterministic:
+            raise _unsupported(
+                "deterministic", True, "torch's own switch only; call torch.use_deterministic_algorithms(True) instead"
             )
         if self.overrides:
             raise _unsupported(

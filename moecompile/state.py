@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from .compat import all_gather_single, tree_flatten
+from .compat import StridedShard, all_gather_single, tree_flatten
+from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
 from .owned import OwnedTensor
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .weights import Cut, Weights
+from .weights import Cut, Weights, part_of
 
 
 class State:
@@ -31,12 +32,12 @@ class State:
 
     def __init__(self, weights: Weights, groups: ProcessGroups) -> None:
         self.weights, self.groups = weights, groups
-        self._mesh: DeviceMesh | None = None
+        self._meshes: dict[tuple[str, str], DeviceMesh] = {}
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
 
     def use(self, groups: ProcessGroups) -> None:
         """Communicate over other groups, for a model that was moved to another kind of device."""
-        self.groups, self._mesh = groups, None
+        self.groups, self._meshes = groups, {}
 
     # -- parts to global shapes, without communication ---------------------------------------------------------------
     def spread(self, name: str, local: Tensor) -> Tensor:
@@ -65,21 +66,24 @@ class State:
 
     def _placements(self, cut: Cut) -> list[Replicate | Shard]:
         replicas = [Replicate()] if self._replicated(cut.axis) else []
-        return [*replicas, Shard(cut.dim or 0)]
+        dim, stripes = cut.placed.dim, cut.stripes
+        own: Shard = Shard(dim) if stripes == 1 else StridedShard(dim, split_factor=stripes)  # type: ignore[assignment]
+        return [*replicas, own]
 
     def _replicated(self, axis: str) -> bool:
-        return axis == "ep" and self.groups.size("edp") > 1
+        return self.groups.size(_replicas(axis)) > 1
 
     def _device_mesh(self, axis: str, device: str) -> DeviceMesh:
-        """The ranks over which experts are cut, and their replicas; made of the groups that the programs use."""
-        if self._mesh is None:
+        """The ranks over which weights are cut on an axis, and their replicas; made of the groups that the programs use."""
+        if (axis, device) not in self._meshes:
             if self._replicated(axis):
                 ranks = torch.tensor(self.groups.mesh.groups(axis))
-                groups = [self.groups.group("edp"), self.groups.group(axis)]
-                self._mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("edp", axis))
+                groups = [self.groups.group(_replicas(axis)), self.groups.group(axis)]
+                made = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(_replicas(axis), axis))
             else:
-                self._mesh = DeviceMesh.from_group(self.groups.group(axis), device, mesh_dim_names=(axis,))
-        return self._mesh
+                made = DeviceMesh.from_group(self.groups.group(axis), device, mesh_dim_names=(axis,))
+            self._meshes[axis, device] = made
+        return self._meshes[axis, device]
 
     def split_all(self, found: MutableMapping[str, Any], prefix: str = "") -> None:
         """Replace the entries of a state by this rank's parts, in place; names that are not the model's stay."""
@@ -113,7 +117,7 @@ class State:
         if cut.owner is not None:
             return value if self.weights.is_local(cut) else value.new_empty(0)
         index = self.weights.mesh.axis_index(cut.axis, self.groups.rank)
-        return value.chunk(self.groups.size(cut.axis), cut.dim or 0)[index]
+        return part_of(value, cut.placed, self.groups.size(cut.axis), index)
 
     def keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str, Tensor], Tensor]:
         """Turns a whole new weight into this rank's share, on the device of the call's tensors."""
@@ -133,8 +137,8 @@ class State:
             return local if value.placed_as(owner, self.groups.group_name(cut.axis)) else None
         if isinstance(value, DTensor):
             _check_own(value)
-            same = cut is not None and cut.owner is None and value.device_mesh == self._mesh
-            if same and cut is not None and list(value.placements) == self._placements(cut):
+            same = cut is not None and value.device_mesh == self._meshes.get((cut.axis, value.device.type))
+            if same and cut is not None and cut.owner is None and list(value.placements) == self._placements(cut):
                 return value.to_local()
         return None
 
@@ -163,6 +167,12 @@ class State:
         out = mine.new_empty((len(names), *mine.shape[1:]))
         all_gather_single(out, mine, group=self.groups.group(axis))
         return {self.weights.first_name(name): item.clone() for name, item in zip(names, out.unbind(0), strict=True)}
+
+
+def _replicas(axis: str) -> str:
+    """The axes of the same mesh and stage over which what an axis cuts is repeated."""
+    mesh = EXPERT_AXES if axis in EXPERT_AXES else ATTENTION_AXES
+    return joined(other for other in mesh[1:] if other != axis)
 
 
 def full_state(state: State, found: Mapping[str, Any]) -> dict[str, Any]:

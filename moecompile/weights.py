@@ -6,7 +6,7 @@ own become views into one stacked tensor, which is what the graph reads; an expe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,22 @@ from .program import Input, InputKind
 class Cut:
     """How one parameter or buffer of the plain model is spread: dim ``dim`` over ``axis``, or whole on one rank of it.
 
-    ``shape`` is the global shape. For an expert that is a parameter of its own ``owner`` is the index on ``axis`` of the rank
-    that holds it and ``dim`` is None.
+    ``shape`` is the global shape. ``stripes`` > 1: the dim holds so many projections side by side, each of which is cut. For an
+    expert that is a parameter of its own ``owner`` is the index on ``axis`` of the rank that holds it and ``dim`` is None.
     """
 
     axis: str
     shape: tuple[int, ...]
     dim: int | None = 0
     owner: int | None = None
+    stripes: int = 1
+
+    @property
+    def placed(self) -> Shard:
+        """The cut of a dim; ValueError where the whole lies on one rank."""
+        if self.dim is None:
+            raise ValueError("an expert of its own lies whole on one rank")
+        return Shard(self.dim, self.stripes)
 
 
 class Weights:
@@ -53,7 +61,7 @@ class Weights:
                 if item.stacked:
                     self._stack(item, placed)
                 elif placed and item.fqns[0] not in self.cuts:
-                    self._slice(item.fqns[0], placed[0][0], placed[0][1].dim)
+                    self._slice(item.fqns[0], *placed[0])
 
     def value(self, item: Input) -> Tensor:
         """The local tensor of an input."""
@@ -102,10 +110,10 @@ class Weights:
         return next((names for names in self._stacks if name in names and name in self.cuts), None)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
-    def _slice(self, name: str, axis: str, dim: int) -> None:
+    def _slice(self, name: str, axis: str, placed: Shard) -> None:
         tensor, ranks = find(self.model, name), self.mesh.size(axis)
-        self._note(name, Cut(axis, self.shapes[name], dim))
-        tensor.data = tensor.data.chunk(ranks, dim)[self.mesh.axis_index(axis, self.rank)].clone()
+        self._note(name, Cut(axis, self.shapes[name], placed.dim, stripes=placed.outer))
+        tensor.data = part_of(tensor.data, placed, ranks, self.mesh.axis_index(axis, self.rank)).clone()
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
         if item.fqns in self._stacks:
@@ -154,6 +162,20 @@ class Weights:
             find(self.model, name).data_ptr() == stack.data_ptr() + index * step
             for index, name in enumerate(self.local_names(names))
         )
+
+
+def part_of(value: Tensor, placed: Shard, ranks: int, index: int) -> Tensor:
+    """One rank's part of a whole value."""
+    if placed.outer == 1:
+        return value.chunk(ranks, placed.dim)[index]
+    blocks = torch.unflatten(value, placed.dim, (placed.outer, ranks, -1))
+    return blocks.select(placed.dim + 1, index).flatten(placed.dim, placed.dim + 1)
+
+
+def put_together(parts: Sequence[Tensor], placed: Shard) -> Tensor:
+    """The whole of the parts of all ranks; inverse of `part_of`."""
+    blocks = [torch.unflatten(part, placed.dim, (placed.outer, -1)) for part in parts]
+    return torch.stack(blocks, placed.dim + 1).flatten(placed.dim, placed.dim + 2)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

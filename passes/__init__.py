@@ -20,6 +20,8 @@ from .record_metrics import RecordMetrics
 from .seed_random import SeedRandom
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
+from .shard_linears import ShardLinears
+from .shard_sequence import ShardSequence
 from .sync_grads import SyncGrads
 from .sync_loss import SyncLoss
 
@@ -30,6 +32,8 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     NormalizeLoss,
     RecordMetrics,
     ShardDense,
+    ShardSequence,
+    ShardLinears,
     ShardExperts,
     InsertDispatch,
     FuseSwiglu,
@@ -45,6 +49,6 @@ PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
-    "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-experts,insert-dispatch,"
+    "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-sequence,shard-linears,shard-experts,insert-dispatch,"
     "fuse-swiglu,fuse-rms-norm,fuse-rotary,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
 )

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from moecompile import meta
+from moecompile import graph as graphs
+from moecompile import meta, ops
 from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import InputKind, Output, OutputKind
@@ -52,5 +53,9 @@ class Differentiate(Pass):
         }
         segments = split_segments(graph.graph, layered=self.templates)
         graph.graph, gradients = stitch(graph.graph, segments, losses[0], set(trained), ctx.mode)
+        for node in graphs.find(graph, ops.graft):  # its gradient is taken: the value is what remains
+            if meta.direction(node) is meta.Direction.FORWARD:
+                graphs.replace(node, node.args[0])  # type: ignore[arg-type]
+        graphs.eliminate_dead(graph.graph, keep=lambda node: node.target in ops.COLLECTIVES)
         program.outputs.extend(Output(OutputKind.GRAD, trained[node].name) for node in gradients)
         return len(gradients)

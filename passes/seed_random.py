@@ -1,7 +1,8 @@
 """Draw random numbers by global index, so that every layout sees the same ones.
 
 Before:  dropout(x, p, True), rand_like(x), uniform(x, a, b), bernoulli(probs)
-After:   the same formula over moe.uniform(x, seed), whose element depends on the seed and its place in the global tensor only
+After:   the same formula over moe.uniform(x, seed), whose element depends on the seed and its place in the global tensor only;
+         inside an expert over moe.uniform_rows(x, seed, places), whose places are those of the tokens' choices
 
 The seed is an input of the program, a new one each call; each op folds a stream number of its own into it. The numbers are not those
 of torch's own generator, whose order no sharded program can follow. Does nothing in a model without random ops.
@@ -10,6 +11,7 @@ of torch's own generator, whose order no sharded program can follow. Does nothin
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,6 +71,7 @@ class _Source:
         self.seed = ctx.add_input(Input(InputKind.SEED, "seed"), torch.int64)
         self.whole = ctx.add_input(Input(InputKind.OFFSET, "no_offset", axis="world", stride=0), torch.int64)
         self._after = self.whole
+        self._rows: dict[Node, Node] = {}
 
     def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
         return graphs.call(self.graph, target, *args, like=like, mode=self.ctx.mode, **kwargs)
@@ -78,7 +81,36 @@ class _Source:
         with self.graph.inserting_after(self._after):
             seed = graphs.call(self.graph, ops.fold_seed, self.seed, self.streams, mode=self.ctx.mode)
         self._after, self.streams = seed, self.streams + 1
+        permute = _permute_of(like)
+        if permute is not None:
+            return self.call(ops.uniform_rows, like, seed, self._places(permute), like=node)
         return self.call(ops.uniform, like, seed, self.whole, 0, 1, 1, like=node)
+
+    def _places(self, permute: Node) -> Node:
+        """The place in the batch of each row of an expert region, made once for each."""
+        if permute not in self._rows:
+            row_map = graphs.items(permute)[2]
+            with self.graph.inserting_after(row_map):
+                choices = meta.tensor(row_map).shape[0]
+                self._rows[permute] = self.call(ops.global_rows, row_map, self.whole, choices, 1, 1, like=permute)
+        return self._rows[permute]
+
+
+def _permute_of(node: Node) -> Node | None:
+    """The permute whose rows ``node`` holds: what an expert computes."""
+    seen, todo = {node}, [node]
+    while todo:
+        here = todo.pop()
+        source = here.args[0] if here.target is operator.getitem else None
+        if isinstance(source, Node) and source.target is ops.permute:
+            if here.args[1] == 0:
+                return source
+            continue
+        if here.target is ops.unpermute:
+            continue
+        todo += [item for item in here.all_input_nodes if item not in seen]
+        seen.update(todo)
+    return None
 
 
 def _dropout(node: Node, draw: _Source) -> Node:
@@ -138,6 +170,16 @@ def _randn(node: Node, draw: _Source) -> Node:
     return _as_type(node, _normal_from(like, node, draw), draw)
 
 
+def _exponential(node: Node, draw: _Source) -> Node:
+    """By inversion, and never 0, as in torch: models take its logarithm."""
+    source, rate = node.args[0], float(node.args[1]) if len(node.args) > 1 else 1.0  # type: ignore[arg-type]
+    assert isinstance(source, Node)
+    kept = draw.call(aten.rsub.Scalar, draw.uniform(source, node), 1.0, like=node)  # in (0, 1]
+    made = draw.call(aten.neg.default, draw.call(aten.log.default, kept, like=node), like=node)
+    made = draw.call(aten.clamp_min.default, made, 2.0**-25, like=node)
+    return _as_type(node, draw.call(aten.div.Tensor, made, rate, like=node), draw)
+
+
 def _bernoulli(node: Node, draw: _Source) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
@@ -153,6 +195,7 @@ _REWRITES: dict[Any, Callable[[Node, _Source], Node]] = {
     aten.uniform.default: _uniform,
     aten.randn_like.default: _randn_like,
     aten.randn.default: _randn,
+    aten.exponential.default: _exponential,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
 }

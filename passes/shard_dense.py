@@ -4,7 +4,8 @@ Before:  one process over the global batch, global shapes
 After:   this rank's share of the batch; collectives where a placement must change; the loss is this rank's share of it
 
 Batch inputs are cut along dim 0 over dp. Everything else follows from the rules in ``moecompile/placement``: only shape arguments
-become local, a constant used as a value (the divisor of a mean) stays global. Does nothing when dp == 1.
+become local, a constant used as a value (the divisor of a mean) stays global. What no rule can place is gathered, runs whole on
+every rank and is listed in ``program.gathers``, or is refused with ``Plan(strict=True)``. Does nothing when dp == 1.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
-from moecompile.placement.sharder import Sharder
+from moecompile.placement.outputs import finish, trained_values
 from moecompile.placement.table import sharder
-from moecompile.placement.types import PARTIAL, REPLICATE, Partial, Placement
-from moecompile.program import Input, InputKind, Output, OutputKind
+from moecompile.placement.types import REPLICATE, Placement
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class ShardDense(Pass):
         ranks = ctx.mesh.size("dp")
         if ranks == 1:
             return 0
-        walk = sharder(graph.graph, {"dp": ranks}, ctx.mode)
+        walk = sharder(graph.graph, {"dp": ranks}, ctx.mode, strict=ctx.plan.strict)
+        walk.ledger.differentiated = trained_values(ctx.program)
         cut = 0
         for node, item in ctx.program.items():
             placed: Placement = dict(item.placements).get("dp", REPLICATE)
@@ -45,35 +45,5 @@ class ShardDense(Pass):
         for node in graph.graph.nodes:
             if node.op == "call_function":
                 walk.visit(node)
-        _finish(graph, ctx, walk)
+        finish(graph, ctx.program, walk, "dp")
         return cut
-
-
-def _finish(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
-    """Convert the outputs, then exchange the graph and bring the interface up to date."""
-    program = ctx.program
-    results, outputs = [], []
-    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
-        if not isinstance(found, Node):
-            results.append(found)
-            outputs.append(item)
-            continue
-        have = walk.place(found, "dp")
-        want: Placement = have
-        if item.kind is OutputKind.LOSS:
-            want = PARTIAL
-        elif isinstance(have, Partial) and item.kind is not OutputKind.METRIC:
-            want = REPLICATE
-        made = walk.convert(walk.env[found], found, "dp", have, want) if meta.is_tensor(found) else walk.env[found]
-        results.append(made)
-        outputs.append(Output(item.kind, item.name, item.leaf, item.what, (*item.placements, ("dp", want))))
-    walk.graph.output(tuple(results))
-    walk.drop_dead()
-    offsets = [
-        (node.name, Input(InputKind.OFFSET, node.name, axis=axis, stride=stride))
-        for axis, stride, node in walk.new_offsets
-    ]
-    by_name = dict(offsets) | {node.name: item for node, item in program.items()}
-    program.inputs[:] = [by_name[node.name] for node in walk.graph.nodes if node.op == "placeholder"]
-    program.outputs[:] = outputs
-    graph.graph = walk.graph

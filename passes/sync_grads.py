@@ -1,7 +1,8 @@
 """Reduce each gradient once, over the axes that hold its parameter whole.
 
 Before:  every gradient is what this rank's share of the loss contributes
-After:   dense gradients are summed over dp, expert gradients over edp, each group in one flat bucket
+After:   dense gradients are summed over dp (and tp, where tp does not cut them), expert gradients over edp, each group in one flat
+         bucket
 
 Which axes: a parameter's gradient is a partial sum over every axis on which the parameter is replicated. No axis is named by
 hand and nothing is scaled, because the ranks' shares of the loss add up to the loss. Does nothing on one rank.
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moecompile import graph as graphs
 from moecompile import meta, ops
-from moecompile.mesh import Mesh
+from moecompile.mesh import ATTENTION_AXES, EXPERT_AXES, Mesh, joined
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.types import Shard
 from moecompile.program import Input, Level, OutputKind
@@ -73,9 +74,14 @@ class SyncGrads(Pass):
 
 
 def reduce_axis(item: Input, mesh: Mesh) -> str:
-    """The axis over which a parameter is replicated: edp for one that is cut over ep, dp for one that no axis cuts."""
-    cut_over_experts = any(axis == "ep" and isinstance(placed, Shard) for axis, placed in item.placements)
-    return "edp" if cut_over_experts else "dp"
+    """The axis over which a parameter is replicated: what its own mesh has beside the axes that cut it.
+
+    For one that is cut over ep the mesh is that of the experts, for every other that of attention.
+    """
+    cut = {axis for axis, placed in item.placements if isinstance(placed, Shard)}
+    axes = EXPERT_AXES if cut & {"ep", "etp"} else ATTENTION_AXES
+    whole = [axis for axis in axes[1:] if axis not in cut]
+    return joined([axis for axis in whole if mesh.size(axis) > 1] or whole[:1])
 
 
 def _reduce_bucket(graph: Graph, results: list[Node], members: list[int], axis: str, ctx: PassContext) -> None:

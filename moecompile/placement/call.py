@@ -112,10 +112,16 @@ class Call:
 
 @dataclass
 class Decision:
-    """Placement of the output (or of each output) and of the operands that must be converted first."""
+    """Placement of the output (or of each output) and of the operands that must be converted first.
+
+    ``gathered`` says why the call runs whole on every rank of the axis, '' where a rule placed it; ``cuts`` are then how the
+    outputs are cut again behind it, None where they stay whole.
+    """
 
     out: Placement | Sequence[Placement]
     need: Mapping[Node, Placement] = field(default_factory=dict)
+    gathered: str = ""
+    cuts: Sequence[Shard | None] = ()
 
     @property
     def outs(self) -> list[Placement]:
@@ -130,6 +136,13 @@ class Walk(Protocol):
 
     axes: dict[str, int]
     env: dict[Node, Node]  # global node -> local node
+    stand_ins: set[Node]
+
+    @property
+    def differentiated(self) -> set[Node]:
+        """Global values that gradients flow through."""
+
+    whole: set[Node]  # global nodes that come from one that runs whole
     rules: Mapping[Any, Rule]
     emitters: Mapping[Any, Emitter]
     fallback: Callable[[Any], Rule | None]

@@ -13,22 +13,33 @@ from .types import REPLICATE, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
+# values that every rank can make whole without hearing of the others
+_FILLED_LIKE = {
+    aten.zeros_like.default: aten.new_zeros.default,
+    aten.ones_like.default: aten.new_ones.default,
+    aten.full_like.default: aten.new_full.default,
+}
+
 
 def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
     """The local value ``made`` of the global value ``like``, from placement ``have`` to ``want``.
 
-    A PassError where a cut value would have to be gathered or cut along another dim.
+    A PassError where a cut value would have to be cut along another dim, or has rows in an order of its own.
     """
-    if isinstance(have, Partial) and isinstance(want, Shard):
+    if isinstance(have, Partial) and isinstance(want, Shard) and (scattered := _scatter(walk, made, like, axis, want)):
+        new = scattered
+    elif isinstance(have, Partial) and isinstance(want, Shard):
         whole = walk.convert(made, like, axis, have, REPLICATE)
         return walk.convert(whole, like, axis, REPLICATE, want)
-    if isinstance(have, Partial) and isinstance(want, Replicate):
+    elif isinstance(have, Partial) and isinstance(want, Replicate):
         new = _add_up(walk, made, like, axis)
     elif isinstance(have, Replicate) and isinstance(want, Partial):
         new = _share(walk, made, like, axis)
     elif isinstance(have, Replicate) and isinstance(want, Shard) and not want.rows:
         part = sliced(walk, like, axis, want) if made is walk.env.get(like) else None
         new = part if part is not None else _slice(walk, made, like, axis, want)
+    elif isinstance(have, Shard) and isinstance(want, Replicate) and not have.rows:
+        new = _gather(walk, made, like, axis, have)
     else:
         raise PassError(
             f"shard-dense: {meta.where(like)} is {have} on {axis} and {want} is needed there, which this version does not "
@@ -47,6 +58,47 @@ def _add_up(walk: Walk, made: Node, like: Node, axis: str) -> Node:
     wide = walk.call(aten._to_copy.default, made, like=like, dtype=torch.float32)
     total = walk.call(ops.all_reduce, wide, "sum", axis, like=like)
     return walk.call(aten._to_copy.default, total, like=like, dtype=dtype)
+
+
+def _scatter(walk: Walk, made: Node, like: Node, axis: str, want: Shard) -> Node | None:
+    """A reduce-scatter, half an all-reduce; None for rows of experts and for integers. Narrow types are added in float32."""
+    found, ranks = meta.tensor(made), walk.axes[axis]
+    if want.rows or not found.is_floating_point():
+        return None
+    if found.dtype in (torch.bfloat16, torch.float16):
+        wide = _scatter(walk, walk.call(aten._to_copy.default, made, like=like, dtype=torch.float32), like, axis, want)
+        return walk.call(aten._to_copy.default, wide, like=like, dtype=found.dtype)
+    if want.dim == 0 and want.outer == 1:
+        return walk.call(ops.reduce_scatter, made, ranks, axis, like=like)
+    shape = list(found.shape)
+    before, size, after = shape[: want.dim], shape[want.dim] // want.outer, shape[want.dim + 1 :]
+    blocks = walk.call(aten.reshape.default, made, [*before, want.outer, size, *after], like=like)
+    moved = walk.call(aten.movedim.int, blocks, want.dim + 1, 0, like=like)
+    part = walk.call(ops.reduce_scatter, walk.call(aten.contiguous.default, moved, like=like), ranks, axis, like=like)
+    back = walk.call(aten.movedim.int, part, 0, want.dim + 1, like=like)
+    local = [*before, shape[want.dim] // ranks, *after]
+    return walk.call(aten.reshape.default, walk.call(aten.contiguous.default, back, like=like), local, like=like)
+
+
+def _gather(walk: Walk, made: Node, like: Node, axis: str, have: Shard) -> Node:
+    """All parts of the cut dim on every rank. They arrive one behind the other, which dim 0 wants; else dims are moved."""
+    found, ranks, dim = meta.tensor(made), walk.axes[axis], have.dim
+    shape = list(found.shape)
+    whole = [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
+    if like.target in _FILLED_LIKE:
+        fill = like.args[1:] if like.target is aten.full_like.default else ()
+        return walk.call(_FILLED_LIKE[like.target], made, whole, *fill, like=like)
+    if found.is_complex():
+        parts = walk.call(aten.view_as_real.default, walk.call(aten.resolve_conj.default, made, like=like), like=like)
+        return walk.call(aten.view_as_complex.default, _gather(walk, parts, like, axis, have), like=like)
+    if dim == 0 and have.outer == 1:
+        return walk.call(ops.all_gather, made, ranks, axis, like=like)
+    stacked = walk.call(aten.unsqueeze.default, made, 0, like=like)
+    stacked = walk.call(ops.all_gather, stacked, ranks, axis, like=like)
+    blocks = [ranks, *shape[:dim], have.outer, shape[dim] // have.outer, *shape[dim + 1 :]]
+    split = walk.call(aten.reshape.default, stacked, blocks, like=like)
+    moved = walk.call(aten.movedim.int, split, 0, dim + 1, like=like)
+    return walk.call(aten.reshape.default, walk.call(aten.contiguous.default, moved, like=like), whole, like=like)
 
 
 def _slice(walk: Walk, made: Node, like: Node, axis: str, want: Shard) -> Node:

@@ -80,6 +80,11 @@ def matmul(call: Call) -> Decision:
     left = batch[len(batch) - max(sizes[0] - 2, 0) :] + ("mk" if sizes[0] > 1 else "k")
     right = batch[len(batch) - max(sizes[1] - 2, 0) :] + ("kn" if sizes[1] > 1 else "k")
     out = batch + ("m" if "m" in left else "") + ("n" if "n" in right else "")
+    cuts = call.placed(first), call.placed(second)
+    if batch and all(isinstance(placed, Shard) for placed in cuts) and first is not second:
+        one, other = left[cuts[0].dim], right[cuts[1].dim]  # type: ignore[union-attr]
+        if one == "m" and other in "kn":  # rows of queries against all keys, and their scores against all values
+            return Decision(cuts[0].moved(out.index("m")), {second: REPLICATE})  # type: ignore[union-attr]
     return product(call, [(first, left), (second, right)], out)
 
 

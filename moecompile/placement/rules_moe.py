@@ -30,6 +30,15 @@ def permute(call: Call) -> Decision:
     return Decision([rows, PARTIAL, rows], needs)
 
 
+def share_tokens(call: Call) -> Decision:
+    """Tokens that every rank holds whole are routed once: each rank takes its part of them."""
+    tokens, ids = call.args[0], call.args[1]
+    if call.shape(tokens)[0] % call.ranks:
+        return call.decide(REPLICATE)
+    rows = Shard(0, rows=True, origin=call.node.name)
+    return Decision([rows, PARTIAL, rows], {item: Shard(0) for item in (tokens, ids)})
+
+
 def _routing(node: Any) -> Node | None:
     """The permute of which ``node`` is an output."""
     source = node.args[0] if isinstance(node, Node) and node.target is operator.getitem else None
@@ -55,7 +64,8 @@ def unpermute(call: Call) -> Decision:
     source = _routing(row_map)
     if source is None or not isinstance(placed, Shard) or placed != mapped or placed.origin != source.name:
         raise NoRuleError(_FOREIGN)
-    tokens = next(found for item in source.args[:2] if isinstance(found := call.place(item, call.axis), Shard))  # type: ignore[arg-type]
+    cuts = (call.place(item, call.axis) for item in source.args[:2])  # type: ignore[arg-type]
+    tokens = next((found for found in cuts if isinstance(found, Shard)), Shard(0))  # none: whole tokens were shared out
     needs = Needs()
     if probs is not None:
         follow(call, needs, probs, tokens, 0)
@@ -71,4 +81,5 @@ def _emit_unpermute(walk: Walk, node: Node, decisions: dict[str, Decision]) -> N
 
 RULES: dict[Any, Rule] = {ops.permute: permute, ops.grouped_linear: grouped_linear, ops.unpermute: unpermute}
 EMITTERS: dict[Any, Emitter] = {ops.unpermute: _emit_unpermute}
+SHARES: dict[Any, Rule] = {ops.permute: share_tokens}
 ABSORBS = frozenset({ops.grouped_linear})

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from .call import Call, Decision, Needs, NoRuleError, Rule, align
+from .. import meta
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, arguments, follow
 from .types import REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -56,15 +58,101 @@ def pooling(call: Call) -> Decision:
 
 
 def attention(call: Call) -> Decision:
-    """scaled_dot_product_attention: q, k, v and mask share the batch dims in front."""
+    """scaled_dot_product_attention: q, k, v and mask share the batch dims in front.
+
+    Queries that are cut along the sequence read all keys and values, with their rows of the mask.
+    """
     ndim = len(call.out_shape)
     operands = call.tensors()
+    if call.placed(call.args[0]) == Shard(ndim - 2):
+        return _own_queries(call, ndim)
+    if _has_few_keys(call, ndim):
+        return _own_heads(call, ndim)
     cut, needs = align(call, operands, ndim)
     if cut is None:
         return Decision(REPLICATE, call.reduced())
-    if cut.dim >= ndim - 2 or (cut.dim == ndim - 3 and cut.dim > 0 and call.get("enable_gqa")):
-        raise NoRuleError("only its batch dim may be spread over ranks here.")
+    if cut.dim >= ndim - 2:
+        raise NoRuleError("only its batch dim and its heads may be spread over ranks here.")
+    if cut.dim == ndim - 3 and call.get("enable_gqa") and any(call.placed(item) != cut for item in call.args[:3]):
+        raise NoRuleError("the heads of its keys and values must be spread over ranks as those of its queries.")
     return Decision(cut, needs)
+
+
+def _has_few_keys(call: Call, ndim: int) -> bool:
+    """Whether the heads of the queries are cut and those of keys and values, of which there are fewer, are whole."""
+    if not call.get("enable_gqa") or call.placed(call.args[0]) != Shard(ndim - 3):
+        return False
+    return not any(isinstance(call.placed(item), Shard) for item in call.args[1:3])
+
+
+def _own_heads(call: Call, ndim: int) -> Decision:
+    """The emitter picks the keys and values that this rank's heads read."""
+    queries, keys, values = call.args[:3]
+    mask = call.get("attn_mask")
+    needs = call.reduced([keys, values])
+    if queries in needs:
+        raise NoRuleError("its queries are its keys, and are needed both cut and whole; clone them.")
+    if isinstance(mask, Node):
+        follow(call, needs, mask, Shard(ndim - 3), len(call.shape(mask)) - 3)
+    return Decision(Shard(ndim - 3), needs)
+
+
+def _own_queries(call: Call, ndim: int) -> Decision:
+    queries, keys, values = call.args[:3]
+    mask = call.get("attn_mask")
+    needs = Needs({keys: REPLICATE, values: REPLICATE})
+    if isinstance(mask, Node):
+        needs.update(call.reduced([mask]))
+        placed, rows = call.placed(mask), len(call.shape(mask)) - 2
+        if call.shape(mask)[rows] != 1:
+            needs[mask] = Shard(rows)
+        elif isinstance(placed, Shard):
+            needs[mask] = REPLICATE
+    if queries in needs:
+        raise NoRuleError("its queries are its keys, and are needed both cut and whole; clone them.")
+    return Decision(Shard(ndim - 2), needs)
+
+
+def _emit_attention(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    """What a rank needs of its own: a causal mask that begins in the middle of the sequence, or the keys of its heads."""
+    dim = meta.tensor(node).dim() - 2
+    for axis, found in decisions.items():
+        keys = node.args[1]
+        assert isinstance(keys, Node)
+        few = arguments(node)["enable_gqa"] and not isinstance(walk.given(keys, axis, decisions), Shard)
+        if few and found.out == Shard(dim - 1):
+            return _emit_own_heads(walk, node, decisions, axis)
+    axis = next((axis for axis, found in decisions.items() if found.out == Shard(dim)), None)
+    given = arguments(node)
+    if axis is None or not given["is_causal"]:
+        return None
+    query, key, value = (walk.operand(given[name], decisions) for name in ("query", "key", "value"))
+    length, device = meta.tensor(query).shape[dim], meta.tensor(query).device
+    own = walk.call(aten.arange.default, length, like=node, device=device)
+    rows = walk.call(aten.add.Tensor, own, walk.offset(axis, length), like=node)
+    columns = walk.call(aten.arange.default, meta.tensor(key).shape[dim], like=node, device=device)
+    mask = walk.call(aten.ge.Tensor, walk.call(aten.unsqueeze.default, rows, 1, like=node), columns, like=node)
+    options = {name: given[name] for name in ("scale", "enable_gqa")}
+    return walk.call(node.target, query, key, value, mask, 0.0, False, like=node, **options)
+
+
+def _emit_own_heads(walk: Walk, node: Node, decisions: dict[str, Decision], axis: str) -> Node:
+    """Query head h of all H reads the keys and values of head h * K // H; those of this rank's heads are picked."""
+    given = arguments(node)
+    query, key, value = (walk.operand(given[name], decisions) for name in ("query", "key", "value"))
+    dim = meta.tensor(query).dim() - 3
+    heads, keys = meta.tensor(query).shape[dim], meta.tensor(key).shape[dim]
+    group = heads * walk.axes[axis] // keys  # query heads that read one head of keys
+    own = walk.call(aten.arange.default, heads, like=node, device=meta.tensor(query).device)
+    if group % heads == 0:  # all of this rank's heads read the same
+        own = walk.call(aten.zeros.default, [1], like=node, dtype=torch.int64, device=meta.tensor(query).device)
+    heads_of = walk.call(aten.add.Tensor, own, walk.offset(axis, heads), like=node)
+    picked = walk.call(aten.floor_divide.default, heads_of, group, like=node)
+    key, value = (walk.call(aten.index_select.default, item, dim, picked, like=node) for item in (key, value))
+    mask = given["attn_mask"]
+    mask = walk.operand(mask, decisions) if isinstance(mask, Node) else mask
+    options = {name: given[name] for name in ("scale", "enable_gqa")}
+    return walk.call(node.target, query, key, value, mask, given["dropout_p"], given["is_causal"], like=node, **options)
 
 
 def dropout(call: Call) -> Decision:
@@ -102,3 +190,5 @@ RULES: dict[Any, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.dropout.default: dropout,
 }  # fmt: skip
+
+EMITTERS: dict[Any, Emitter] = {aten.scaled_dot_product_attention.default: _emit_attention}

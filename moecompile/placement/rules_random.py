@@ -18,9 +18,39 @@ def uniform(call: Call) -> Decision:
         return Decision(REPLICATE)
     if placed.rows:
         raise NoRuleError(
-            "random numbers inside an expert would depend on the order of its rows; move the dropout out of the experts."
+            "random numbers inside an expert would depend on the order of its rows; draw them with moe.uniform_rows."
         )
     return Decision(placed)
+
+
+def global_rows(call: Call) -> Decision:
+    """Rows of this rank get their places in the whole batch; the emitter says how the batch is cut."""
+    placed = call.placed(call.args[0])
+    if not isinstance(placed, Shard):
+        return Decision(REPLICATE, call.reduced())
+    if not placed.rows:
+        raise NoRuleError("its row map does not come from permute.")
+    return Decision(placed)
+
+
+def uniform_rows(call: Call) -> Decision:
+    """Numbers go with the rows they are for."""
+    like, places = call.placed(call.args[0]), call.placed(call.args[2])
+    if like != places:
+        raise NoRuleError("its rows and their places do not come from one permute.")
+    return Decision(like if isinstance(like, Shard) else REPLICATE)
+
+
+def _emit_global_rows(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    cut = [axis for axis, item in decisions.items() if isinstance(item.out, Shard)]
+    if not cut:
+        return None
+    axis, row_map = cut[0], node.args[0]
+    source: Any = row_map.args[0]  # type: ignore[union-attr]
+    tokens = next(found for item in source.args[:2] if isinstance(found := walk.place(item, axis), Shard))
+    ranks = walk.axes[axis]
+    choices = int(node.args[2]) // ranks  # type: ignore[arg-type]
+    return walk.call(node.target, walk.env[row_map], walk.offset(axis), choices, tokens.outer, ranks, like=node)  # type: ignore[index]
 
 
 def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
@@ -33,8 +63,8 @@ def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Nod
     return walk.call(node.target, like, seed, *where, like=node)
 
 
-RULES: dict[Any, Rule] = {ops.uniform: uniform}
-EMITTERS: dict[Any, Emitter] = {ops.uniform: _emit_uniform}
+RULES: dict[Any, Rule] = {ops.uniform: uniform, ops.global_rows: global_rows, ops.uniform_rows: uniform_rows}
+EMITTERS: dict[Any, Emitter] = {ops.uniform: _emit_uniform, ops.global_rows: _emit_global_rows}
 
 # only the shape of its operand counts
-ABSORBS = frozenset({ops.uniform})
+ABSORBS = frozenset({ops.uniform, ops.uniform_rows})

@@ -2,14 +2,16 @@
 
 Every node is visited once, in order. A rule says, per mesh axis, where the node's outputs live and what it needs its operands to
 be; the sharder inserts the conversions (the only collectives of the data axes) and calls the op on local values. Rules are
-plain functions in the ``rules_*`` modules, found by op in one table. What no rule can place is refused, and so is a decision
-that cannot be right whatever the op: an operand overlooked, a partial value that vanishes, a cut that leaves no trace.
+plain functions in the ``rules_*`` modules, found by op in one table. What no rule can place is gathered, runs whole on every
+rank and is recorded, or is refused: under ``strict``, and where gathering cannot make it right. A decision that cannot be
+right whatever the op counts as none: an operand overlooked, a partial value that vanishes, a cut that leaves no trace.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from .. import graph as graphs
 from .. import meta
 from ..compat import FakeTensorMode, OpOverload
 from ..errors import PassError
+from ..ops import AXIS_ARGUMENT
 from . import convert as conversions
 from .call import Call, Decision, Emitter, NoRuleError, Rule, arguments
+from .gather import Ledger, gathered_bytes, whole
 from .shapes import local_shape
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
 
@@ -30,7 +34,8 @@ class Sharder:
     """Builds the local graph. ``axes`` maps the mesh axes being placed to their sizes.
 
     ``absorbs`` are ops that may read a partial or a cut operand and still give a whole result: their emitter sees to it, or
-    they read nothing but the operand's shape.
+    they read nothing but the operand's shape. ``shares`` are rules for ops that go back to parts when all operands are whole
+    because something before was gathered. ``strict`` refuses what would have to be gathered; ``ledger`` holds what was.
     """
 
     def __init__(
@@ -42,16 +47,30 @@ class Sharder:
         emitters: Mapping[Any, Emitter],
         fallback: Callable[[Any], Rule | None],
         absorbs: frozenset[Any] = frozenset(),
+        shares: Mapping[Any, Rule] = MappingProxyType({}),
+        strict: bool = False,
     ) -> None:
         self.source, self.axes, self.mode = source, dict(axes), mode
         self.rules, self.emitters, self.fallback, self.absorbs = rules, emitters, fallback, absorbs
+        self.shares = shares
+        self.strict, self.ledger, self.whole = strict, Ledger(), set[Node]()
         self.graph = Graph()
         self.env: dict[Node, Node] = {}
         self.offsets: dict[tuple[str, int], Node] = {}
         self.new_offsets: list[tuple[str, int, Node]] = []
+        # what a pass asks for beyond the rules: a value's placement once it is made, and how a call is to read an operand
+        self.stand_ins: set[Node] = set()  # values that come from outside the walk
+        self.shares_whole = False  # whole operands of the ops in ``shares`` are shared out, too
+        self.wants: dict[Node, dict[str, Placement]] = {}
+        self.reads: dict[Node, dict[Node, dict[str, Placement]]] = {}
         self._converted: dict[tuple[Node, str, Placement], Node] = {}
         self._placed: dict[Node, dict[str, Placement]] = {}
-        self._tuples: dict[Node, dict[str, Sequence[Placement]]] = {}
+        self._tuples: dict[Node, dict[str, Decision]] = {}
+
+    @property
+    def differentiated(self) -> set[Node]:
+        """Global values that gradients flow through; the pass that walks says which."""
+        return self.ledger.differentiated
 
     # -- placements of the global graph's nodes ---------------------------------------------------------------------
     def place(self, node: Node, axis: str) -> Placement:
@@ -60,6 +79,7 @@ class Sharder:
     def add_placeholder(self, node: Node, placed: Mapping[str, Placement]) -> Node:
         """Copy a placeholder with its value cut to this rank's shape."""
         made = self.graph.placeholder(node.name)
+        self.stand_ins.add(node)
         made.meta = meta.copy_meta(node)
         found = node.meta.get("val")
         if isinstance(found, torch.Tensor):
@@ -70,7 +90,7 @@ class Sharder:
         return made
 
     def _record(self, node: Node, made: Node, placed: Mapping[str, Placement]) -> None:
-        kept: dict[str, Placement] = {axis: item for axis, item in placed.items() if not isinstance(item, Replicate)}
+        kept = _cut_or_partial(placed)
         others = {axis: item for axis, item in meta.placements(node).items() if axis not in self.axes}
         self.env[node] = made
         self._placed[node] = kept
@@ -82,15 +102,25 @@ class Sharder:
         if node.target is operator.getitem:
             self._visit_getitem(node)
             return
-        decisions = self.decide(node)
-        emitter = self.emitters.get(node.target)
+        decisions, since = self.decide(node), self.ledger.mark()
         try:
-            made = emitter(self, node, decisions) if emitter is not None else None
-            if made is None:
-                made = self.emit(node, node.args, node.kwargs, decisions)
-        except NoRuleError as reason:
-            raise PassError(f"shard-dense: {meta.where(node)} calls {node.target}: {reason}") from None
+            made = self._emit_decided(node, decisions)
+        except NoRuleError as reason:  # an emitter found out
+            calls = [Call(node, axis, ranks, self.place) for axis, ranks in self.axes.items()]
+            decisions = {call.axis: self._gathered(call, str(reason)) for call in calls}
+            made = self._emit_decided(node, decisions)
         self.finish(node, made, decisions)
+        self.ledger.record(node, made, decisions, since)
+        if any(decision.gathered for decision in decisions.values()) or not self.whole.isdisjoint(node.all_input_nodes):
+            self.whole.add(node)
+        if meta.is_tensor(node):
+            self._cut_again(node, {axis: decision.cuts[0] for axis, decision in decisions.items() if decision.cuts})
+        self._want(node)
+
+    def _emit_decided(self, node: Node, decisions: dict[str, Decision]) -> Node:
+        emitter = self.emitters.get(node.target)
+        made = emitter(self, node, decisions) if emitter is not None else None
+        return made if made is not None else self.emit(node, node.args, node.kwargs, decisions)
 
     def _visit_getitem(self, node: Node) -> None:
         source, index = node.args
@@ -99,7 +129,28 @@ class Sharder:
         made = self.graph.call_function(operator.getitem, (self.env[source], index))
         made.meta = meta.copy_meta(node)
         made.meta["val"] = meta.value(self.env[source])[index]
-        self._record(node, made, {axis: items[index] for axis, items in found.items()})
+        self._record(node, made, {axis: decision.outs[index] for axis, decision in found.items()})
+        if source in self.whole:
+            self.whole.add(node)
+        self._cut_again(node, {axis: decision.cuts[index] for axis, decision in found.items() if decision.cuts})
+        self._want(node)
+
+    def _want(self, node: Node) -> None:
+        """Convert a value at once to what a pass asked for."""
+        for axis, want in self.wants.get(node, {}).items():
+            have = self.place(node, axis)
+            if have != want:
+                part = self.convert(self.env[node], node, axis, have, want)
+                self._record(node, part, {**self._placed[node], axis: want})
+
+    def _cut_again(self, node: Node, cuts: Mapping[str, Shard | None]) -> None:
+        """Give a whole value this rank's part for its readers; those that want it whole find it without moving anything."""
+        for axis, cut in cuts.items():
+            if cut is not None:
+                made = self.env[node]
+                part = self.convert(made, node, axis, REPLICATE, cut)
+                self._converted[part, axis, REPLICATE] = made
+                self._record(node, part, {**self._placed[node], axis: cut})
 
     def keep(self, node: Node, operand: Callable[[Node], Node]) -> Node:
         """Copy a call as it is, reading its operands through ``operand``; its placements on other axes stay."""
@@ -109,30 +160,55 @@ class Sharder:
         return made
 
     def decide(self, node: Node) -> dict[str, Decision]:
-        """Ask the op's rule on every axis; what has no rule, writes in place or draws random numbers is refused."""
+        """Ask the op's rule on every axis. What it cannot place is gathered; writes in place and random draws are refused."""
         _refuse_stateful(node)
-        decisions = {}
+        decisions: dict[str, Decision] = {}
+        asked = self.reads.get(node, {})
         for axis, ranks in self.axes.items():
-            call = Call(node, axis, ranks, self.place)
-            operands = {item: self.place(item, axis) for item in call.tensors()}
+            read = {item: found[axis] for item, found in asked.items() if axis in found}
+            call = Call(node, axis, ranks, self._reading(read))
+            operands = {item: call.place(item, axis) for item in call.tensors()}
             if all(isinstance(placed, Replicate) for placed in operands.values()):
-                decisions[axis] = call.decide(REPLICATE)
+                whole = self.shares_whole or not self.whole.isdisjoint(operands)
+                share = self.shares.get(node.target) if whole else None
+                decisions[axis] = share(call) if share is not None else call.decide(REPLICATE, read)
                 continue
-            shown = ", ".join(f"{item.name}: {placed}{list(call.shape(item))}" for item, placed in operands.items())
             rule = self.rules.get(node.target) or self.fallback(node.target)
-            if rule is None:
-                raise PassError(
-                    f"shard-dense: {meta.where(node)} calls {node.target}, for which there is no placement rule on {axis} "
-                    f"(operands {shown}); add a rule to moecompile/placement or rewrite the line with a supported op."
-                )
             try:
+                if rule is None:
+                    raise NoRuleError(
+                        f"there is no placement rule for it on {axis}; add one to moecompile/placement or rewrite the line with a "
+                        f"supported op."
+                    )
                 decisions[axis] = rule(call)
                 self._check_decision(call, operands, decisions[axis])
+                decisions[axis].need = {**read, **decisions[axis].need}
             except NoRuleError as reason:
-                raise PassError(
-                    f"shard-dense: {meta.where(node)} calls {node.target} on operands {shown}: {reason}"
-                ) from None
+                decisions[axis] = self._gathered(call, str(reason))
         return decisions
+
+    def _reading(self, read: Mapping[Node, Placement]) -> Callable[[Node, str], Placement]:
+        """Placements as a call sees them that reads some operands as asked."""
+        return lambda item, axis: read.get(item) or self.place(item, axis)
+
+    def _gathered(self, call: Call, reason: str) -> Decision:
+        """Run the call whole on every rank of the axis; a PassError under ``strict``, or where that cannot be right."""
+        operands = {item: self.place(item, call.axis) for item in call.tensors()}
+        if all(isinstance(placed, Replicate) for placed in operands.values()):
+            return call.decide(REPLICATE)
+        shown = ", ".join(f"{item.name}: {placed}{list(call.shape(item))}" for item, placed in operands.items())
+        refused = f"shard-dense: {meta.where(call.node)} calls {call.node.target} on operands {shown}: {reason}"
+        try:
+            decision = whole(call, operands, reason)
+        except NoRuleError:
+            raise PassError(refused) from None
+        if self.strict:
+            moved = gathered_bytes(operands.items(), call.ranks)
+            raise PassError(
+                f"{refused.removesuffix('.')}; or leave strict=True out, and it is gathered for {moved:,} B per forward over "
+                f"{call.axis}."
+            )
+        return decision
 
     def _check_decision(self, call: Call, operands: Mapping[Node, Placement], decision: Decision) -> None:
         """What no rule may answer. These are faults of a rule, found before they become wrong numbers."""
@@ -176,23 +252,28 @@ class Sharder:
     def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
         """Insert a call on local values, with the module and source of ``like``."""
         try:
-            return graphs.call(self.graph, target, *args, like=like, mode=self.mode, **kwargs)
+            made = graphs.call(self.graph, target, *args, like=like, mode=self.mode, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             first = str(error).strip().splitlines()[0]
             raise PassError(
                 f"shard-dense: {meta.where(like)}: on this rank's part {target} fails with '{first}'; its rule does not localise "
                 f"the call, rewrite the line with another op."
             ) from error
+        if target in AXIS_ARGUMENT:
+            self.ledger.note(made, like)
+        return made
 
     def finish(self, node: Node, made: Node, decisions: Mapping[str, Decision]) -> None:
         """Record placements, and check the local shape against the global one."""
         found, local = meta.value(node), meta.value(made)
         if isinstance(found, (tuple, list)):
-            self._tuples[node] = {axis: decision.outs for axis, decision in decisions.items()}
+            self._tuples[node] = dict(decisions)
             self._record(node, made, {})
-            for index, item in enumerate(found):
-                placed = {axis: outs[index] for axis, outs in self._tuples[node].items()}
-                self._check_shape(node, item, local[index], placed)
+            each = [{axis: decision.outs[index] for axis, decision in decisions.items()} for index in range(len(found))]
+            for index, placed in enumerate(each):
+                self._check_shape(node, found[index], local[index], placed)
+            meta.clear_placements(made)
+            meta.set_item_placements(made, [_cut_or_partial(placed) for placed in each])
             return
         placed = {axis: decision.outs[0] for axis, decision in decisions.items()}
         self._record(node, made, placed)
@@ -255,6 +336,11 @@ class Sharder:
         for item in unused:
             self.new_offsets.remove(item)
             self.graph.erase_node(item[2])
+
+
+def _cut_or_partial(placed: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Without the axes on which a value is whole."""
+    return {axis: item for axis, item in placed.items() if not isinstance(item, Replicate)}
 
 
 def _after(made: Node) -> Node:

@@ -7,6 +7,7 @@ between an attention mask of this rank's sequences and one of the global batch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,16 @@ _EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.defau
 
 
 def sliced(walk: Walk, node: Node, axis: str, want: Shard) -> Node | None:
-    """The part of the global value ``node`` that ``want`` names, made from parts; None where only slicing the whole will do."""
-    if node.op != "call_function" or want.rows or not isinstance(walk.place(node, axis), Replicate):
+    """The part of the global value ``node`` that ``want`` names, made from parts; None where only slicing the whole will do.
+
+    That is also where the whole was paid for and somebody else may want it: masks are made twice rather than whole, matmuls and all
+    else that gradients flow through not.
+    """
+    if node in walk.differentiated:
+        return None
+    if node.target is operator.getitem or (node in walk.whole and len(node.users) > 1):
+        return None
+    if node in walk.stand_ins or want.rows or not isinstance(walk.place(node, axis), Replicate):
         return None
     others = {name: decision for name, decision in walk.decide(node).items() if name != axis}
     shape = list(meta.tensor(walk.env[node]).shape)

@@ -9,6 +9,7 @@ from torch.fx import Graph
 
 from ..compat import FakeTensorMode
 from . import (
+    rules_collectives,
     rules_elementwise,
     rules_index,
     rules_loss,
@@ -17,6 +18,7 @@ from . import (
     rules_nn,
     rules_random,
     rules_reduce,
+    rules_scan,
     rules_select,
     rules_views,
 )
@@ -34,15 +36,18 @@ _MODULES = (
     rules_loss,
     rules_moe,
     rules_random,
+    rules_collectives,
+    rules_scan,  # replaces the rule of cumsum in rules_reduce
 )
 
 RULES: dict[Any, Rule] = {op: rule for module in _MODULES for op, rule in module.RULES.items()}
 EMITTERS: dict[Any, Emitter] = {
     op: emitter for module in _MODULES for op, emitter in getattr(module, "EMITTERS", {}).items()
 }
+SHARES: dict[Any, Rule] = {op: rule for module in _MODULES for op, rule in getattr(module, "SHARES", {}).items()}
 ABSORBS: frozenset[Any] = frozenset().union(*(getattr(module, "ABSORBS", frozenset()) for module in _MODULES))
 
 
-def sharder(source: Graph, axes: Mapping[str, int], mode: FakeTensorMode) -> Sharder:
+def sharder(source: Graph, axes: Mapping[str, int], mode: FakeTensorMode, *, strict: bool = False) -> Sharder:
     """A sharder with every rule."""
-    return Sharder(source, axes, mode, RULES, EMITTERS, rules_elementwise.fallback, ABSORBS)
+    return Sharder(source, axes, mode, RULES, EMITTERS, rules_elementwise.fallback, ABSORBS, SHARES, strict)

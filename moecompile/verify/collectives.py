@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from .. import meta, ops
 from ..graph import ancestors, find, symbolic_sizes
-from ..mesh import AXES
+from ..mesh import AXES, is_axis
 from ..ops import AXIS_ARGUMENT, TRANSPOSE
 from ..program import Level, OutputKind, Program
 from .report import fault
@@ -35,7 +35,7 @@ def check_collectives(program: Program) -> None:
         if node.target not in AXIS_ARGUMENT:
             continue
         axis = axis_of(node)
-        if axis not in AXES:
+        if not is_axis(axis):
             raise fault(
                 node, f"runs over the axis '{axis}', which is none of {', '.join(AXES)}; name an axis of the mesh"
             )

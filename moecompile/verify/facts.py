@@ -62,12 +62,16 @@ def _tokens_sharded(program: Program) -> None:
 
 
 def _loss_shares(program: Program) -> None:
-    """The loss is a sum still to be taken over the data ranks."""
+    """The loss is a sum still to be taken over the ranks of a stage."""
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
-        if item.kind is not OutputKind.LOSS or not isinstance(found, Node) or program.mesh.size("dp") == 1:
+        if item.kind is not OutputKind.LOSS or not isinstance(found, Node):
             continue
-        if not isinstance(dict(item.placements).get("dp"), Partial):
-            raise fault(found, "is the loss, but not a share of it on dp; convert it to P before differentiating")
+        placed = dict(item.placements)
+        for axis in placed.keys() | {"dp"}:
+            if program.mesh.size(axis) > 1 and not isinstance(placed.get(axis), Partial):
+                raise fault(
+                    found, f"is the loss, but not a share of it on {axis}; convert it to P before differentiating"
+                )
 
 
 def _experts_sharded(program: Program) -> None:
@@ -122,9 +126,10 @@ def _grads_synced(program: Program) -> None:
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
         if item.kind is not OutputKind.GRAD or not isinstance(found, Node):
             continue
-        placed = dict(inputs[item.name].placements).get("ep")
-        axis = "edp" if isinstance(placed, Shard) else "dp"
-        wanted = [axis] if program.mesh.size(axis) > 1 else []
+        cut = {axis for axis, placed in inputs[item.name].placements if isinstance(placed, Shard)}
+        mesh = ("edp", "ep", "etp") if cut & {"ep", "etp"} else ("dp", "cp", "tp")
+        axis = "+".join(axis for axis in mesh if axis not in cut and program.mesh.size(axis) > 1)
+        wanted = [axis] if axis else []
         chain = reductions(found)
         if over(chain) != wanted or any(node.args[1] != "sum" for node in chain):
             seen = " and ".join(f"{node.args[1]} over {axis_of(node)}" for node in chain) or "not reduced"

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from .. import meta, ops
 from ..graph import op_name
+from ..ops import cpu
 from ..placement.types import Partial
 from ..program import Level, OutputKind, Program
 from .collectives import axis_of
@@ -31,7 +32,7 @@ _UNARY = _CONSTANTS | _words(
     flatten unflatten slice select narrow split split_with_sizes chunk unbind getitem diagonal pad constant_pad_nd flip
     roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
     resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
-    _autocast_to_full_precision local_slice local_place dispatch combine
+    _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter
     """
 )
 _ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")
@@ -45,7 +46,10 @@ _QUOTIENTS = _words("div true_divide divide div_")
 _LISTS = _words("cat concat stack hstack vstack")
 _WITH_BIAS = _words("linear addmm baddbmm index_add scatter_add")
 # counts of one rank's own rows are what these ops want
-_OWN_COUNTS = {ops.exchange_counts, ops.sizes_to_host, ops.grouped_linear, ops.grouped_linear_wgrad, ops.grouped_sum}
+_OWN_COUNTS = {
+    ops.exchange_counts, ops.sizes_to_host, ops.grouped_linear, ops.grouped_linear_wgrad, ops.grouped_sum,
+    cpu.grouped_linear, cpu.grouped_linear_wgrad,
+}  # fmt: skip
 
 
 def check_partial_values(program: Program) -> None:
@@ -71,6 +75,8 @@ def _check(node: Node, axis: str) -> None:
         if node.target is ops.all_reduce and node.args[1] != "sum":
             raise fault(node, f"takes the {node.args[1]} of a value that is partial on {axis}; reduce it with 'sum'")
         return
+    if node.target is ops.all_reduce and node.args[1] == "sum":
+        return  # over another axis: sums can be taken in any order
     if node.target in _OWN_COUNTS and not any(_is_partial(arg, axis) and _floats(arg) for arg in node.all_input_nodes):
         return
     reason = _nonlinear(node, axis)

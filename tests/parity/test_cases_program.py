@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moecompile as mc
 from moecompile import graph as graphs
 from moecompile import meta, ops
-from moecompile.errors import PassError, PlanError, VerifyError
+from moecompile.errors import CaptureError, PlanError, VerifyError
 from moecompile.plan import Plan
 from moecompile.program import OutputKind
 from tests.support.models import Config, LoopExperts, build, push_to, tokens
@@ -127,9 +128,47 @@ def test_case_39_bad_degrees_fail_before_anything_runs(degrees: dict[str, int], 
 def test_case_39_experts_that_ep_does_not_divide(experts: int, ep: int) -> None:
     """On the CPU, without ranks: the expert count, ep and its legal values."""
     config = Config("stacked", experts=experts, layers=1)
-    with pytest.raises((PassError, PlanError), match=rf"{experts} experts, which ep={ep} does not divide") as caught:
+    legal = {4: 2, 8: 4}[ep]  # the largest divisor of the experts that also divides the ranks
+    rule = rf"Plan\(ep={ep}\): ep must .*the {experts} experts of layers.0.moe.*; nearest legal value of ep: {legal}\."
+    with pytest.raises(PlanError, match=rule):
         mc.trace(build(config), Plan(dp=ep, ep=ep), slice_for(tokens(ep, 4, 0), Plan(dp=ep), 0))
-    assert str([size for size in range(1, experts + 1) if experts % size == 0]) in str(caught.value)
+
+
+class NeverCaptured(nn.Module):
+    """Six experts, and a forward that must not run."""
+
+    def __init__(self, name: str = "experts") -> None:
+        super().__init__()
+        setattr(self, name, nn.ModuleList(nn.Linear(4, 4) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the model was captured although the plan does not fit it")
+
+
+class Configured(NeverCaptured):
+    """The same number in a config, inside that of a text model."""
+
+    def __init__(self) -> None:
+        super().__init__("shared_experts")
+        text = types.SimpleNamespace(num_local_experts=6, to_dict=dict)
+        self.config = types.SimpleNamespace(text_config=text)
+
+
+@pytest.mark.parametrize("model", [NeverCaptured, Configured])
+def test_case_39_experts_are_counted_before_capture(model: type[nn.Module]) -> None:
+    with pytest.raises(
+        PlanError, match=r"Plan\(ep=4\): ep must divide the 6 experts .*; nearest legal value of ep: 2\."
+    ):
+        mc.trace(model(), Plan(dp=4, ep=4), (torch.zeros(2, 4),))
+    with pytest.raises(PlanError, match="must divide the 6 experts"):
+        mc.trace(model(), Plan(ep=4), (torch.zeros(2, 4),), world_size=8)
+    with pytest.raises(CaptureError, match="the model was captured"):
+        mc.trace(model(), Plan(dp=6, ep=3), (torch.zeros(2, 4),))
+
+
+def test_experts_that_are_shared_are_not_counted() -> None:
+    with pytest.raises(CaptureError, match="the model was captured"):
+        mc.trace(NeverCaptured("shared_experts"), Plan(dp=4, ep=4), (torch.zeros(2, 4),))
 
 
 def test_case_39_a_wrong_world_names_the_torchrun_line() -> None:

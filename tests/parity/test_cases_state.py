@@ -106,6 +106,46 @@ def test_case_33_a_missing_expert_is_an_error(ranks: Ranks, tmp_path: Path) -> N
     assert all(missing in one for one in said), said
 
 
+def load_copies(rank: int, config: Config, plan: Plan, upcycled: bool) -> list[str]:
+    """Expert 3 of layer 1 has the numbers of expert 1, as when two ranks number their experts from 0; or all have those of 0."""
+    said = []
+    plain, batch = build(config), slice_for(BATCHES[0], plan, rank)
+    with parallel(build(config), plan, example=batch) as model:
+        for name, value in plain.state_dict().items() if config.style == "stacked" else ():
+            if name.startswith("layers.1.moe.experts."):
+                value[3] = value[1]
+                value[:] = value[:1] if upcycled else value
+        experts = plain.layers[1].moe.experts.experts if config.style == "loop" else ()
+        for at, expert in enumerate(experts):
+            source = 0 if upcycled else 1 if at == 3 else at
+            expert.load_state_dict(experts[source].state_dict())
+        for strict in (True, False):
+            try:
+                model.load_state_dict(plain.state_dict(), strict=strict)
+                full = mc.full_state_dict(model)
+                said.append(str(all(torch.equal(full[name], value) for name, value in plain.state_dict().items())))
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("style", ["loop", "stacked"])
+def test_case_33_an_expert_that_stands_twice_is_an_error(ranks: Ranks, style: str) -> None:
+    names = {
+        "loop": ("layers.1.moe.experts.experts.3.gate.weight", "layers.1.moe.experts.experts.1.gate.weight"),
+        "stacked": ("layers.1.moe.experts.w_in[3]", "layers.1.moe.experts.w_in[1]"),
+    }[style]
+    for said in ranks.run(2, load_copies, Config(style), Plan(dp=2, ep=2), False):  # type: ignore[arg-type]
+        assert f"'{names[0]}' has the numbers of '{names[1]}'" in said[0] and "strict=False" in said[0]
+        assert said[1] == "True"
+
+
+@pytest.mark.parametrize("style", ["loop", "stacked"])
+def test_a_dense_model_made_sparse_has_all_experts_alike(ranks: Ranks, style: str) -> None:
+    for said in ranks.run(2, load_copies, Config(style), Plan(dp=2, ep=2), True):  # type: ignore[arg-type]
+        assert said == ["True", "True"]
+
+
 def init_on_meta(rank: int, config: Config, plan: Plan) -> Part:
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -27,6 +27,9 @@ aten = torch.ops.aten
 CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
 PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
+# what a data rank's batch is cut further for: passes that have nothing to do under the plan above
+INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
+INNER_BATCH = tokens(2, 8, 0)
 
 
 def calls(program: Program, *targets: object) -> list[Node]:
@@ -81,6 +84,26 @@ def batch_cut(program: Program) -> None:
     assert all(meta.tensor(node).shape[0] == share * 3 for node in calls(program, ops.unpermute))
 
 
+def sequence_cut(program: Program) -> None:
+    for node in calls(program, aten.embedding.default):
+        assert meta.tensor(node).shape[1] == 8 // INNER.cp
+    for node in calls(program, aten.scaled_dot_product_attention.default):
+        assert [meta.tensor(item).shape[2] for item in node.args[:2]] == [8 // INNER.cp, 8]  # type: ignore[arg-type]
+    assert len([node for node in calls(program, ops.all_gather) if node.args[2] == "cp"]) >= CONFIG.layers
+
+
+def linears_cut(program: Program) -> None:
+    """A layer's attention and shared expert; between them the sequence is cut over tp, as it is over cp."""
+    every = sum(param.numel() for param in build(CONFIG).parameters())
+    chains = CONFIG.layers * (4 * CONFIG.hidden**2 + 3 * CONFIG.hidden * CONFIG.inner)
+    assert elements(program) == every - chains + chains // INNER.tp
+    for node in calls(program, aten.native_layer_norm.default, aten.layer_norm.default):
+        assert meta.tensor(node.args[0]).shape[1] == 8 // INNER.cp // INNER.tp  # type: ignore[arg-type]
+    scattered = [node for node in calls(program, ops.reduce_scatter) if node.args[2] == "tp"]
+    assert len(scattered) == 2 * CONFIG.layers
+    assert all(meta.tensor(node).dim() < 2 for node in calls(program, ops.all_reduce))  # balance statistics
+
+
 def experts_cut(program: Program) -> None:
     every = sum(param.numel() for param in build(CONFIG).parameters())
     experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.hidden * CONFIG.inner
@@ -107,6 +130,8 @@ def differentiated(program: Program) -> None:
 def loss_summed(program: Program) -> None:
     (at,) = (at for at, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS)
     last = program.output_nodes()[at]
+    if last.target is aten._to_copy.default:  # a narrow loss is added up in float32
+        last = last.all_input_nodes[0]
     assert last.target is ops.all_reduce and last.args[1:] == ("sum", "dp")
 
 
@@ -155,6 +180,8 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "normalize-loss": loss_normalized,
     "record-metrics": metrics_recorded,
     "shard-dense": batch_cut,
+    "shard-sequence": sequence_cut,
+    "shard-linears": linears_cut,
     "shard-experts": experts_cut,
     "insert-dispatch": tokens_dispatched,
     "fuse-swiglu": activations_fused,
@@ -179,12 +206,20 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """One pipeline in which each pass first runs with an empty body and then for real."""
-    part = slice_for(BATCH, PLAN, 0)
-    request = Request((), part, PLAN)
+    """Two pipelines in which each pass first runs with an empty body and then for real."""
+    inner = {"shard-sequence", "shard-linears"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner}
+    narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
+    return wide | narrow
+
+
+def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:
+    """The verdicts on every pass of one pipeline."""
+    part = slice_for(batch, plan, 0)
+    request = Request((), part, plan)
     program = as_program(capture(build(CONFIG), request), request)
     found = {}
-    for item in pipeline.parse(default_pipeline(PLAN, step=True), PASSES):
+    for item in pipeline.parse(default_pipeline(plan, step=True), PASSES):
         facts, level = program.facts, program.level
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(item), "run", lambda self, graph, ctx: 0)

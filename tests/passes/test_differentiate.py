@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import moecompile as mc
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import PassError
@@ -99,3 +101,25 @@ def test_a_model_without_loss_is_refused() -> None:
 def test_a_second_run_is_refused() -> None:
     with pytest.raises(PassError, match="'differentiate' works on the model graph"):
         golden.run(rewrite().program, "differentiate")
+
+
+class Turned(nn.Module):
+    """softplus_backward keeps the order of the transposed gradient that it reads, although its fake rule promises another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(golden.WIDTH, golden.WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = F.softplus(self.head(x.reshape(-1, 3, golden.WIDTH))).transpose(-1, -2).exp()
+        return (turned * torch.arange(3)).sum()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_views_of_what_lies_otherwise_than_promised(dp: int) -> None:
+    model, x = Turned(), torch.randn(12, golden.WIDTH, dtype=torch.float64)
+    found = mc.simulate_ranks(model, Plan(dp=dp), [(part,) for part in x.chunk(dp)])
+    loss = model(x)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grads[name], grad, rtol=1e-12, atol=1e-13)

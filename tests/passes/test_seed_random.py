@@ -27,6 +27,7 @@ class Noisy(nn.Module):
         x = self.dropout(F.one_hot(ids, models.VOCAB).double())
         x = x * torch.empty_like(x).uniform_(0.9, 1.1) + 0.1 * torch.randn_like(x)
         x = x + 0.1 * torch.rand_like(x) + 0.1 * torch.bernoulli(x.sigmoid())
+        x = x + 0.1 * torch.empty_like(x).exponential_(2.0)
         logits = self.head(x)
         loss: Tensor = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         return loss + self.inner(ids, labels)["loss"]
@@ -93,12 +94,22 @@ def test_dropout_keeps_the_mean_and_the_rate() -> None:
     assert not torch.equal(*[output[0] for output in found.outputs]), "two ranks must not drop the same places"
 
 
+def test_exponential_numbers_have_their_rate_and_are_never_zero() -> None:
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.empty_like(x).exponential_(4.0)
+
+    torch.manual_seed(0)
+    values = mc.simulate_ranks(Drawn(), mc.Plan(dp=1), [(torch.ones(256, 256),)]).outputs[0][0]
+    assert values.min() > 0 and abs(values.mean() * 4 - 1) < 2e-2 and abs(values.var() * 16 - 1) < 5e-2
+
+
 def test_no_random_op_is_left_and_a_quiet_model_is_not_touched() -> None:
     batch = models.tokens(2, 6, 1)
     program = mc.trace(Noisy(), mc.Plan(dp=2), batch)
     entry = next(item for item in program.history if item.pass_text == "seed-random")
-    assert entry.rewrites == 5
-    assert len(graphs.find(program.graph, ops.uniform)) == 6, "a normal number takes two uniform ones"
+    assert entry.rewrites == 6
+    assert len(graphs.find(program.graph, ops.uniform)) == 7, "a normal number takes two uniform ones"
     quiet = mc.trace(models.build(models.Config(style="ops")), mc.Plan(dp=2), batch)
     assert next(item for item in quiet.history if item.pass_text == "seed-random").diff == ""
 

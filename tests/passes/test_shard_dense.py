@@ -40,6 +40,14 @@ def test_golden_of_a_loss(golden: golden.Golden) -> None:
     golden("cross_entropy", _rewrite(model=scale()))
 
 
+def test_golden_of_a_gather(golden: golden.Golden) -> None:
+    golden("gathered", _rewrite(model=over_batch()))
+
+
+def over_batch() -> nn.Module:
+    return golden.OverBatch()
+
+
 def scale() -> nn.Module:
     return golden.Scale()
 
@@ -283,10 +291,10 @@ def test_no_rank_makes_a_mask_for_the_others() -> None:
     assert largest <= ROWS // 4 * LENGTH * max(LENGTH, WIDTH)
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
+# ---- what is gathered --------------------------------------------------------------------------------------------
 
 
-class Refused(Model):
+class Line(Model):
     """Runs ``line`` on the scores."""
 
     def __init__(self, line: Any) -> None:
@@ -295,10 +303,10 @@ class Refused(Model):
 
     def extra(self, scores: Tensor, labels: Tensor) -> Tensor:
         found: Tensor = self.line(scores)
-        return found.sum()
+        return (found * torch.arange(found.numel(), dtype=found.dtype).reshape(found.shape)).mean()
 
 
-REFUSED = {
+WHOLE = {
     "softmax over the batch": (lambda x: x.softmax(0), "it runs along the batch, .* run it along another dim"),
     "sort along the batch": (lambda x: x.sort(0).values, "it runs along the batch"),
     "one sequence": (lambda x: x[0], "it picks one element of the batch, .* select along another dim"),
@@ -306,10 +314,87 @@ REFUSED = {
     "largest of the batch": (lambda x: x.max(), "it reduces over the batch, .* use a sum or a mean"),
     "variance of the batch": (lambda x: x.var(0), "it reduces over the batch"),
     "batch cut in two": (lambda x: x.reshape(2, -1), "would mix the ranks' parts; keep the batch dim first"),
-    "batch against batch": (lambda x: x[:, 0] @ x[:, 0].T, "cut along different dims; only one of them may carry the batch"),
     "next sequence": (lambda x: x.roll(1, 0), "it runs along the batch"),
     "shuffled": (lambda x: x[torch.arange(ROWS).flip(0)], "it indexes along the batch"),
-    "distances": (lambda x: torch.cdist(x[:, 0], x[:, 1]), "no placement rule on dp .* add a rule to moecompile/placement"),
+    "distances": (lambda x: torch.cdist(x[:, 0], x[:, 1]), "no placement rule for it on dp; add one to moecompile/placement"),
+    "next to its own": (lambda x: x + x.logcumsumexp(0), "it runs along the batch"),
+    "through a residual": (lambda x: (x + x.flip(0).exp()).sin() + x, "it runs along the batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_gathered_is_exact(name: str) -> None:
+    assert_parity(Line(WHOLE[name][0]), batch(), Plan(dp=2))
+    program = assert_parity(Line(WHOLE[name][0]), batch(), Plan(dp=4))
+    assert program.gathers and all(item.axis == "dp" and f"{__file__}:" in item.source for item in program.gathers)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_strict_names_the_line_and_the_way_out(name: str) -> None:
+    line, advice = WHOLE[name]
+    with pytest.raises(
+        PassError, match=f"{advice}.*; or leave strict=True out, and it is gathered for [0-9,]+ B"
+    ) as found:
+        sharded(Line(line), batch(), Plan(dp=4, strict=True))
+    assert str(found.value).startswith("shard-dense: ")
+    assert f"{__file__}:" in str(found.value)
+
+
+class ExpertChoice(Model):
+    """Every expert takes the tokens of the whole batch that want it most; the result is added to what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(EXPERTS, EXPERTS, EXPERTS, dtype=torch.float64))
+
+    def extra(self, scores: Tensor, labels: Tensor) -> Tensor:
+        flat = scores.reshape(-1, EXPERTS)
+        weight, chosen = flat.softmax(-1).t().topk(ROWS * LENGTH // EXPERTS, -1)
+        made = torch.bmm(flat[chosen], self.experts).relu() * weight[..., None]
+        out = torch.zeros_like(flat).index_add(0, chosen.reshape(-1), made.reshape(-1, EXPERTS))
+        return (flat + out).reshape(scores.shape).logsumexp(-1).mean()
+
+
+class SoftMoE(ExpertChoice):
+    """Every expert takes one mean of all tokens of the batch, and every token one mean of all experts' results."""
+
+    def extra(self, scores: Tensor, labels: Tensor) -> Tensor:
+        flat = scores.reshape(-1, EXPERTS)
+        given = flat.softmax(0).t() @ flat
+        made = torch.bmm(given[:, None], self.experts)[:, 0].relu()
+        return (flat + flat.softmax(-1) @ made).square().mean()
+
+
+class Ranked(Model):
+    """Sequences in the order of their mean score, each weighed by its place."""
+
+    def extra(self, scores: Tensor, labels: Tensor) -> Tensor:
+        order = scores.mean((1, 2)).argsort()
+        return (scores[order].mean((1, 2)) * torch.arange(ROWS)).sum() / ROWS
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8])
+@pytest.mark.parametrize("kind", [ExpertChoice, SoftMoE, Ranked])
+def test_routing_over_the_whole_batch(kind: type[Model], dp: int) -> None:
+    program = assert_parity(kind(), batch(), Plan(dp=dp))
+    assert {item.op for item in program.gathers} & {"aten.topk.default", "aten.softmax.int", "aten.argsort.default"}
+
+
+def test_bytes_are_those_of_a_step() -> None:
+    """Forward and backward of all microbatches: what the step graph's own collectives move."""
+    program, _ = sharded(ExpertChoice(), batch(), Plan(dp=4))
+    before = sum(item.step_bytes for item in program.gathers)
+    known = (ops.all_gather, ops.reduce_scatter)
+    run = pipelines.run(program, pipelines.parse("differentiate", PASSES), PASSES)
+    moved = [meta.tensor(node.args[0]) for node in graphs.find(run.graph, *known)]  # type: ignore[arg-type]
+    assert before == sum(value.numel() * value.element_size() for value in moved) > 0
+    twice, _ = sharded(ExpertChoice(), batch(2 * ROWS), Plan(dp=4, microbatches=2))
+    assert sum(item.step_bytes for item in twice.gathers) == 2 * before
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+REFUSED = {
     "random": (lambda x: x * torch.rand_like(x), "random numbers would differ .* or use dp=1"),
     "dropout": (lambda x: F.dropout(x, 0.5), "set its probability to 0"),
 }  # fmt: skip
@@ -320,6 +405,6 @@ def test_refusals_name_the_line_and_the_way_out(name: str) -> None:
     line, advice = REFUSED[name]
     with warnings.catch_warnings(), pytest.raises(PassError, match=advice) as found:
         warnings.simplefilter("ignore")
-        sharded(Refused(line), batch(), Plan(dp=4))
+        sharded(Line(line), batch(), Plan(dp=4))
     assert str(found.value).startswith("shard-dense: ")
     assert f"{__file__}:" in str(found.value)

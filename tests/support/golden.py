@@ -97,6 +97,18 @@ class Line(nn.Module):
         return out
 
 
+class OverBatch(nn.Module):
+    """A softmax over the tokens of the whole batch, which no rank can take of its own tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = (self.head(x).softmax(0) * x).sum()
+        return out
+
+
 class Scale(nn.Module):
     """One linear and a cross entropy: the smallest model with a mean over valid tokens."""
 
@@ -108,10 +120,52 @@ class Scale(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class Gated(nn.Module):
+    """A gated MLP over [sequences, length, WIDTH], summed: two linears that are cut by columns, one by rows."""
+
+    INNER = 4
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, inner, bias=False), nn.Linear(WIDTH, inner, bias=False)
+        self.down = nn.Linear(inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out.square().sum()
+
+    @staticmethod
+    def example() -> tuple[Tensor, ...]:
+        return (torch.randn(1, 4, WIDTH, dtype=torch.float64),)
+
+
+class Attentive(nn.Module):
+    """Embedded tokens, each of which attends to those before it; summed."""
+
+    VOCAB, LENGTH = 6, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(self.VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.embed(ids)).unflatten(-1, (3, WIDTH, 1)).permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return out.square().sum()
+
+    @classmethod
+    def example(cls) -> tuple[Tensor, ...]:
+        return (torch.randint(0, cls.VOCAB, (1, cls.LENGTH)),)
+
+
 def batch(model: nn.Module) -> tuple[Tensor, ...]:
-    """What one rank passes."""
+    """What one rank passes; a model may bring an example of its own."""
+    if isinstance(model, Gated | Attentive):
+        return model.example()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
-    return (x,) if isinstance(model, Block | Stack | Line) else (x, torch.randint(0, EXPERTS, (TOKENS,)))
+    return (x,) if isinstance(model, Block | Stack | Line | OverBatch) else (x, torch.randint(0, EXPERTS, (TOKENS,)))
 
 
 def captured(plan: Plan = PLAN, model: nn.Module | None = None) -> Program:

@@ -23,7 +23,8 @@ class Config:
     """``style``: how the experts are written. ``aux``: coefficient of a balance loss over the whole batch.
 
     ``normalize``: whether the chosen scores are made to add up to one; with top_k=1 they must not be, or the router learns
-    nothing.
+    nothing. ``neighbour``: what a sequence sees of the next one in the batch, which no rank can know by itself: it is added to the
+    embedding, or takes its place in a way that makes everything behind it whole on every rank.
     """
 
     style: Style = "loop"
@@ -31,6 +32,7 @@ class Config:
     top_k: int = 2
     layers: int = 2
     hidden: int = 8
+    heads: int = 2
     inner: int = 6
     shared: bool = False
     tied: bool = False
@@ -39,6 +41,7 @@ class Config:
     normalize: bool = True
     dropout: float = 0.0
     rotary: bool = False
+    neighbour: Literal["", "added", "alone"] = ""
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -180,7 +183,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Causal attention with two heads, then the MoE layer."""
+    """Causal attention, then the MoE layer."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -190,11 +193,14 @@ class Block(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
         self.norm_2 = HandNorm(config.hidden)
         self.rotary = config.rotary
+        self.heads = config.heads
         self.moe = MoeLayer(config)
 
     def forward(self, x: Tensor, push: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, length, hidden = x.shape
-        qkv = self.qkv(self.norm_1(x)).reshape(batch, length, 3, 2, hidden // 2).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(self.norm_1(x)).reshape(batch, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        )
         query, key, value = qkv.unbind(0)
         if self.rotary:
             query, key = rotated(query), rotated(key)
@@ -219,6 +225,10 @@ class TinyMoe(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, push: Tensor | None = None) -> dict[str, Tensor]:
         x, balance = self.embed(ids), torch.zeros((), dtype=self.head.weight.dtype)
+        if self.config.neighbour == "added":
+            x = x + x.roll(-1, 0)
+        elif self.config.neighbour == "alone":
+            x = x.repeat(2, 1, 1)[1 : len(x) + 1]
         for layer in self.layers:
             x, extra = layer(x, push)
             balance = balance + extra

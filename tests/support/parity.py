@@ -22,6 +22,7 @@ from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.program import Input, InputKind, OutputKind, Program
 from moecompile.runtime.simulator import simulate
+from moecompile.weights import part_of, put_together
 
 Batch = dict[str, Tensor]
 
@@ -166,6 +167,8 @@ def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([grad.norm() for grad in grads.values()]).norm()
 
 
+_FIRST = Shard(0)
+
 # ---- parts of ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -175,8 +178,10 @@ def slice_for(batch: Batch, plan: Plan, rank: int) -> Batch:
     return {name: value.chunk(of)[at].contiguous() for name, value in batch.items()}
 
 
-def assemble(name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, axis: str = "ep") -> Tensor:
-    """The whole tensor from one part per rank: copies, cuts of dim 0 over ``axis``, or one owner's whole (others empty).
+def assemble(
+    name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, axis: str = "ep", placed: Shard = _FIRST
+) -> Tensor:
+    """The whole tensor from one part per rank: copies, cuts over ``axis``, or one owner's whole (others empty).
 
     ParityError where copies are not bitwise equal or a part is missing; this is how drifting copies are found.
     """
@@ -194,7 +199,7 @@ def assemble(name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, 
     pieces = []
     for index in range(mesh.size(axis)):
         pieces.append(_same(name, [part for at, part in zip(indices, parts, strict=True) if at == index]))
-    whole = torch.cat(pieces)
+    whole = put_together(pieces, placed)
     if whole.shape != shape:
         raise ParityError(f"{name}: the parts make up {tuple(whole.shape)}, the whole is {tuple(shape)}.")
     return whole
@@ -259,7 +264,7 @@ class LockStep:
             if change is not None:
                 change(grads[rank])
         whole = self._output_shapes(batch)
-        user = {key: assemble_output(key, parts, whole[key], self.mesh) for key, parts in outputs.items()}
+        user = {key: self._output(key, parts, whole[key]) for key, parts in outputs.items()}
         found = self._gathered(grads)
         for rank in world:
             for name, grad in grads[rank].items():
@@ -272,6 +277,16 @@ class LockStep:
         """One step for each batch."""
         steps = [self.step(batch, **options) for batch in batches]
         return Run(steps, self._gathered([{k: v.detach() for k, v in held.items()} for held in self.ranks]))
+
+    def _output(self, name: str, parts: list[Tensor], shape: torch.Size) -> Tensor:
+        """An output of the plain model's shape: parts over tp and cp are put together first, the innermost cut before the other."""
+        item = next(item for item in self.program.outputs if item.leaf == self._output_names().index(name))
+        for axis in ("tp", "cp"):
+            placed = dict(item.placements).get(axis)
+            if isinstance(placed, Shard):
+                groups = [self.mesh.group_ranks(axis, rank) for rank in range(self.mesh.world_size)]
+                parts = [put_together([parts[rank] for rank in group], placed) for group in groups]
+        return assemble_output(name, parts, shape, self.mesh)
 
     def _inputs(self, rank: int, batch: Batch) -> list[Tensor]:
         leaves = list(slice_for(batch, self.plan, rank).values())
@@ -297,7 +312,10 @@ class LockStep:
         for item in self.program.inputs:
             if item.name not in per_rank[0] or item.kind is not InputKind.PARAM:
                 continue
-            whole = assemble(item.name, [held[item.name] for held in per_rank], torch.Size(item.shape), self.mesh)
+            cut = next(
+                ((axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)), ("ep", Shard(0))
+            )
+            whole = assemble(item.name, [held[item.name] for held in per_rank], torch.Size(item.shape), self.mesh, *cut)
             parts = whole.unbind(0) if item.stacked else [whole]
             found |= dict(zip(item.fqns, parts, strict=True))
         return found
@@ -322,5 +340,5 @@ def local_value(program: Program, item: Input, model: nn.Module, rank: int) -> T
     value = torch.stack(parts) if item.stacked else parts[0]
     for axis, placed in item.placements:
         if isinstance(placed, Shard):
-            value = value.chunk(program.mesh.size(axis), placed.dim)[program.mesh.axis_index(axis, rank)]
+            value = part_of(value, placed, program.mesh.size(axis), program.mesh.axis_index(axis, rank))
     return value.clone()

@@ -16,6 +16,7 @@ from moecompile.cli.loading import load_example, load_model, load_plan
 from moecompile.errors import CaptureError, PlanError
 from moecompile.passes import ALL_PASSES
 from moecompile.plan import Plan
+from tests.support.models import Config, build
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "input_ids=int64[2,8]<32,labels=int64[2,8]<32"
@@ -95,6 +96,87 @@ def test_inspect_names_every_layer(capsys):
     assert layer["parameters"] == 4 * (16 * 8 + 8 + 8 * 16 + 16)
     assert found["passes"][0]["pass"] == "recognize-moe"
     assert found["world_size"] == 2
+
+
+def neighbours() -> nn.Module:
+    """A model with a line that no rank can compute by itself."""
+    return build(Config("loop", layers=1, neighbour="added"))
+
+
+def test_inspect_names_what_is_gathered(capsys):
+    argv = [
+        "inspect",
+        "--model",
+        "tests.unit.test_cli:neighbours",
+        "--example",
+        "ids=int64[2,4]<32,labels=int64[2,4]<32",
+        "--dp",
+        "2",
+    ]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert "lines that run whole on every rank: 1, 1,536 bytes per step" in told
+    assert "aten.roll.default  tests/support/models.py:" in told and "it runs along the batch" in told
+    assert main([*argv, "--json"]) == 0
+    (item,) = json.loads(capsys.readouterr().out)["gathers"]
+    assert (item["op"], item["axis"], item["bytes_per_step"]) == ("aten.roll.default", "dp", 1536)
+    assert main([*argv[:-2], "--plan", "dp=2,strict=true"]) == 2
+    assert "strict=True" in capsys.readouterr().err
+
+
+def described() -> nn.Module:
+    """Routers of two kinds, shared experts, and a mixture that is no MoE layer."""
+    from tests.support.described_model import Model
+
+    return Model()
+
+
+def test_inspect_describes_router_and_shared_experts(capsys):
+    argv = [
+        "inspect",
+        "--model",
+        "tests.unit.test_cli:described",
+        "--example",
+        "x=float32[8,8]",
+        "--dp",
+        "2",
+        "--ep",
+        "2",
+    ]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plain, grouped, dropping = found["layers"]
+    assert plain["router"] == {
+        "kind": "softmax", "where": "before top-k", "bias": False, "groups": 0, "normalized": True, "noise": False,
+    }  # fmt: skip
+    assert plain["shared_experts"] == [] and plain["capacity"] is None
+    assert (grouped["router"]["kind"], grouped["router"]["bias"], grouped["router"]["groups"]) == ("sigmoid", True, 2)
+    assert all(name.startswith("grouped.shared.") for name in grouped["shared_experts"]) and grouped["shared_experts"]
+    assert (dropping["router"]["kind"], dropping["router"]["where"]) == ("softmax", "after top-k")
+    assert dropping["capacity"] == 3
+    (other,) = found["not_layers"]
+    assert "stand side by side" in other["reason"] and ".py:" in other["source"]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert "router: softmax before top-k, renormalized; no shared experts; dropless" in told
+    assert "router: sigmoid before top-k, 2 groups, selection bias; shared experts: grouped.shared; dropless" in told
+    assert "router: softmax after top-k; no shared experts; capacity 3 tokens an expert" in told
+    assert "no MoE layer, runs data-parallel: the 4 parts of mixture.experts.* stand side by side" in told
+
+
+def test_inspect_says_what_is_refused(capsys):
+    argv = [
+        "inspect",
+        "--model",
+        "tests.support.moe_look_alikes:ShiftedRows",
+        "--example",
+        "x=float32[8,8]",
+        "--ep",
+        "2",
+    ]
+    assert main([*argv, "--dp", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "moe_look_alikes.py:" in told and "routes tokens to experts, but" in told and "accepted forms" in told
 
 
 def test_inspect_in_words_and_the_program(capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from moecompile.errors import PlanError
-from moecompile.mesh import AXES, Mesh
+from moecompile.mesh import AXES, Mesh, is_axis, joined
 from moecompile.plan import Plan
 
 
@@ -76,3 +76,49 @@ def test_rank_outside_the_world(axis, rank):
 
 def test_equal_plans_make_equal_meshes():
     assert {Mesh(Plan(dp=2)): 1}[Mesh(Plan().resolve(2))] == 1
+
+
+# ---- axes of several axes ----------------------------------------------------------------------------------------------
+
+
+def test_several_axes_make_one():
+    mesh = Mesh(Plan(dp=2, cp=2, tp=2, ep=4))
+    assert mesh.size("dp+tp") == 4
+    assert mesh.groups("dp+tp") == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert mesh.groups("cp+tp") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups("dp+cp") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert mesh.groups("dp+cp+tp") == mesh.groups("edp+ep") == (tuple(range(8)),)
+    assert mesh.group_ranks("dp+tp", 6) == (2, 3, 6, 7)
+    assert [mesh.axis_index("dp+tp", rank) for rank in (2, 3, 6, 7)] == [0, 1, 2, 3]
+
+
+def test_several_axes_stay_in_their_stage():
+    mesh = Mesh(Plan(pp=2, dp=2, tp=2, ep=2))
+    assert mesh.groups("dp+tp") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups("edp+ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    [
+        (["tp"], "tp"),
+        (["tp", "dp"], "dp+tp"),
+        (["tp", "cp", "dp"], "dp+cp+tp"),
+        (["etp", "edp"], "edp+etp"),
+        (["pp", "ep"], "pp+ep"),
+    ],
+)
+def test_joined_names_follow_the_mesh(axes, name):
+    assert joined(axes) == name and is_axis(name)
+
+
+def test_axes_of_two_meshes_do_not_join():
+    with pytest.raises(PlanError, match="the axes ep, tp are not of one mesh; join those of"):
+        joined(["tp", "ep"])
+
+
+@pytest.mark.parametrize("name", ["tp+dp", "dp+ep", "dp+dp", "dp+", "+", "world+dp", "dp+data", ""])
+def test_what_is_no_axis(name):
+    assert not is_axis(name)
+    with pytest.raises(PlanError, match="does not exist; use one of pp, dp"):
+        Mesh(Plan(dp=2)).size(name)

@@ -72,7 +72,7 @@ ALONG = [
     (aten.softmax.int, (real(4, 4), -1), {}, "S(0) -> S(0); S(1) -> refused; P -> R"),
     (aten.softmax.int, (real(4, 4), 0, torch.float32), {}, "S(1) -> S(1)"),
     (aten.log_softmax.int, (real(2, 3, 4), 1), {}, "S(0) -> S(0); S(2) -> S(2)"),
-    (aten.cumsum.default, (real(4, 4), 1), {}, "S(0) -> S(0); S(1) -> refused; P -> R"),
+    (aten.cumsum.default, (real(4, 4), 1), {}, "S(0) -> S(0); S(1) -> S(1); P -> R"),
     (aten.topk.default, (real(4, 4, 3), 2), {}, "S(0) -> S(0) S(0); S(1) -> S(1) S(1); P -> R R"),
     (aten.topk.default, (real(4, 4), 2, 0), {}, "S(0) -> refused; S(1) -> S(1) S(1)"),
     (aten.sort.default, (real(4, 3), -1, True), {}, "S(0) -> S(0) S(0)"),

@@ -255,11 +255,10 @@ def test_override_pattern_that_matches_nothing():
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"tp": 2}, "Plan(tp=2)"),
-        ({"cp": 2}, "Plan(cp=2)"),
         ({"pp": 2}, "Plan(pp=2)"),
         ({"etp": 2}, "Plan(etp=2)"),
         ({"dispatch": "deepep"}, "Plan(dispatch='deepep')"),
+        ({"deterministic": True}, "call torch.use_deterministic_algorithms(True) instead"),
     ],
 )
 def test_legal_plan_that_this_release_cannot_run(options, part):

@@ -1,0 +1,79 @@
+"""The end of a walk: outputs in the placement their readers expect, and a program whose interface fits its new graph."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from .. import meta
+from ..program import Input, InputKind, Output, OutputKind, Program
+from .gather import differentiated
+from .sharder import Sharder
+from .types import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+
+
+def trained_values(program: Program) -> set[Node]:
+    """Values whose gradients a step needs: those of the loss, or of all that a call without loss returns."""
+    outputs = list(zip(program.output_nodes(), program.outputs, strict=True))
+    kind = OutputKind.LOSS if any(item.kind is OutputKind.LOSS for _, item in outputs) else OutputKind.USER
+    trained = [node for node, item in program.items() if item.requires_grad]
+    return differentiated(program.graph, trained, [found for found, item in outputs if item.kind is kind])
+
+
+def is_placed(program: Program, axis: str) -> bool:
+    """Whether a walk over ``axis`` has ended here already."""
+    return any(name == axis for item in program.outputs for name, _ in item.placements)
+
+
+def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> None:
+    """Convert the outputs on ``axis``, exchange the graph and bring the interface up to date.
+
+    The loss becomes this rank's share; other results become whole, or stay this rank's part where they are cut. A result that is cut
+    on two axes within one data rank, one of them in stripes, becomes whole on the second: no DTensor says how it lies.
+    """
+    rows = {
+        item.shape[placed.dim]
+        for item in program.inputs
+        for name, placed in item.placements
+        if name == axis and item.kind is InputKind.BATCH and isinstance(placed, Shard)
+    }
+    results, outputs = [], []
+    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if not isinstance(found, Node):
+            results.append(found)
+            outputs.append(item)
+            continue
+        have = walk.place(found, axis)
+        want: Placement = have
+        if item.kind is OutputKind.LOSS:
+            want = PARTIAL
+        elif isinstance(have, Partial) and item.kind is not OutputKind.METRIC:
+            want = REPLICATE
+        elif isinstance(have, Replicate) and item.kind is OutputKind.USER and _is_batch(found, rows, walk):
+            want = Shard(0)
+        elif isinstance(have, Shard) and item.kind is OutputKind.USER and _is_striped(have, item):
+            want = REPLICATE
+        made = walk.convert(walk.env[found], found, axis, have, want) if meta.is_tensor(found) else walk.env[found]
+        results.append(made)
+        outputs.append(Output(item.kind, item.name, item.leaf, item.what, (*item.placements, (axis, want))))
+    walk.graph.output(tuple(results))
+    walk.drop_dead()
+    by_name = {node.name: item for node, item in program.items()}
+    for name, stride, node in walk.new_offsets:
+        by_name[node.name] = Input(InputKind.OFFSET, node.name, axis=name, stride=stride)
+    program.inputs[:] = [by_name[node.name] for node in walk.graph.nodes if node.op == "placeholder"]
+    program.outputs[:] = outputs
+    runs = program.plan.microbatches if any(item.kind is OutputKind.LOSS for item in outputs) else 1
+    program.gathers += [item.times(runs) for item in walk.ledger.gathers(walk.graph)]
+    graph.graph = walk.graph
+
+
+def _is_striped(have: Shard, item: Output) -> bool:
+    """Whether a result that an axis beside dp has cut already would be cut in stripes by one of the two."""
+    before = [placed for axis, placed in item.placements if axis != "dp" and isinstance(placed, Shard)]
+    return bool(before) and any(placed.outer > 1 for placed in (have, *before))
+
+
+def _is_batch(found: Node, rows: set[int], walk: Sharder) -> bool:
+    """Whether a whole result has the batch as its dim 0 because something was gathered: a rank returns its part of it."""
+    shape = meta.tensor(found).shape if meta.is_tensor(found) else ()
+    return len(shape) > 0 and isinstance(shape[0], int) and shape[0] in rows and found in walk.whole
