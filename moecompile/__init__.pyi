@@ -6,6 +6,7 @@ from moecompile.api import metrics as metrics
 from moecompile.api import optimizer_state_dict as optimizer_state_dict
 from moecompile.api import parallelize as parallelize
 from moecompile.api import trace as trace
+from moecompile.capture import mark_moe as mark_moe
 from moecompile.errors import CaptureError as CaptureError
 from moecompile.errors import MoeCompileError as MoeCompileError
 from moecompile.errors import PassError as PassError

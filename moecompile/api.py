@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from . import grads
 from .compilation import Request, compile_call
 from .errors import CaptureError, PlanError
+from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
 from .parallel_model import ParallelModel
-from .passes.record_metrics import TOKENS_PER_EXPERT
+from .passes.record_metrics import AUX, TOKENS_PER_EXPERT
 from .plan import Plan
 from .program import Program
+from .reduction import add_up
 from .runtime import process_groups
 from .runtime.executor import tune_allocator
 from .state import full_gradients, full_state
@@ -42,6 +44,7 @@ def parallelize(
     """
     plan.check_supported()
     plan = plan.resolve(process_groups.world_size())
+    check_experts(model, plan)
     process_groups.start(plan)
     tune_allocator()
     parallel = ParallelModel(model, plan, loss_fn, init_fn)
@@ -72,6 +75,7 @@ def trace(
         raise PlanError(
             f"rank={rank} is outside the plan's {plan.world_size} ranks; choose 0 to {plan.world_size - 1}."
         )
+    check_experts(model, plan)
     args, kwargs = split_call(example)
     return compile_call(model, Request(args, kwargs, plan, loss_fn), record_text=True)
 
@@ -89,18 +93,19 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     The norm is that of the single-process model: a parameter that several ranks hold counts once. Same number on all ranks.
     """
     state = model._state
-    cut: list[Tensor] = []
-    whole: list[Tensor] = []
     held = [(name, param.grad) for name, param in model.plain.named_parameters() if param.grad is not None]
-    for name, grad in held:
-        (cut if name in state.weights.cuts else whole).append(grad)
     device = held[0][1].device if held else torch.device("cpu")
-    parts = [grads.global_norm(whole, norm_type, None)] if whole else []
-    if state.weights.cuts:
-        axis = next(iter(state.weights.cuts.values())).axis
-        group = state.groups.group(axis) if state.groups.size(axis) > 1 else None
-        dtype = held[0][1].dtype if held else torch.float32
-        parts.append(grads.global_norm(cut or [torch.zeros(0, dtype=dtype, device=device)], norm_type, group))
+    like = torch.zeros(0, dtype=held[0][1].dtype if held else torch.float32, device=device)
+    # '' for whole gradients; every rank asks the axes in one order, whether or not it holds something that they cut
+    axes = ["", *sorted({cut.axis for cut in state.weights.cuts.values()})]
+    found: dict[str, list[Tensor]] = {axis: [] for axis in axes}
+    for name, grad in held:
+        found["" if (cut := state.weights.cut_of(name)) is None else cut.axis].append(grad)
+    parts = []
+    for axis in axes:
+        group = state.groups.group(axis) if axis and state.groups.size(axis) > 1 else None
+        if found[axis] or axis:
+            parts.append(grads.global_norm(found[axis] or [like], norm_type, group))
     total = (
         torch.linalg.vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
         if parts
@@ -117,32 +122,57 @@ class LayerMetrics:
     """What one MoE layer did in the latest call, over the global batch.
 
     ``tokens_per_expert`` is int64 [E]; ``imbalance`` is the busiest expert's load over the mean; ``dropped`` counts routed rows that
-    no expert computed, 0 in dropless layers.
+    no expert computed, 0 in dropless layers. ``aux`` is what the loss holds for the layer's router, its balance and z terms with
+    their coefficients; None where it holds nothing. A term over several layers counts for each in equal parts.
     """
 
     tokens_per_expert: Tensor
     imbalance: float
     dropped: int = 0
+    aux: float | None = None
 
 
-def metrics(model: ParallelModel) -> dict[str, LayerMetrics]:
-    """Expert load of every MoE layer in the latest call, by module path; collective, so every rank calls it.
+class Metrics(dict[str, LayerMetrics]):
+    """The MoE layers of a model by module path."""
+
+    @property
+    def aux(self) -> float | None:
+        """Mean of the layers' ``aux`` over the MoE layers that have one; None where none has."""
+        found = [layer.aux for layer in self.values() if layer.aux is not None]
+        return sum(found) / len(found) if found else None
+
+
+def metrics(model: ParallelModel) -> Metrics:
+    """Expert load and balance terms of every MoE layer in the latest call; collective, so every rank calls it.
 
     A model without MoE layers gives an empty dictionary. Raises CaptureError before the first call.
     """
     state = model._state
     if state.latest is None:
         raise CaptureError("the model has not been called yet, so there are no metrics; call it once before.")
-    found: dict[str, LayerMetrics] = {}
-    for (layer, what), share in state.latest.metrics.items():
-        if what != TOKENS_PER_EXPERT:
-            continue
-        counts = share.clone()
-        if state.groups.size("dp") > 1:
-            torch.distributed.all_reduce(counts, group=state.groups.group("dp"))
-        mean = counts.double().mean().item()
-        found[layer] = LayerMetrics(counts, counts.max().item() / mean if mean else 0.0)
+    totals: dict[tuple[str, str], Tensor] = {}
+    for key, (share, partial) in state.latest.metrics.items():
+        totals[key] = share.clone()
+        add_up(totals[key], partial, state.groups)
+    found = Metrics()
+    for (layer, what), counts in totals.items():
+        if what == TOKENS_PER_EXPERT:
+            mean, aux = counts.double().mean().item(), totals.get((layer, AUX))
+            imbalance = counts.max().item() / mean if mean else 0.0
+            found[layer] = LayerMetrics(counts, imbalance, aux=None if aux is None else aux.item())
     return found
+
+
+def update_expert_bias(model: ParallelModel, rate: float = 1e-3) -> None:
+    """Move the expert biases of aux-loss-free routers once by the load since the last time: ``b += rate * sign(mean load - load)``.
+
+    Call it after each ``optimizer.step()``; collective. What is counted are the tokens per expert of all calls under grad, over all
+    ranks and accumulated microbatches. The bias is the model's own buffer ``[num_experts]`` that its router adds to the scores
+    before it chooses; it stays float32 when the model is converted. Formula: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+
+    Raises CaptureError where no router has such a buffer, or nothing was counted.
+    """
+    model._state.balance.update(rate, model._state.groups)
 
 
 def full_state_dict(model: ParallelModel) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from . import pipeline as pipelines
-from .capture import Captured, batch_inputs, capture_model, globalize
+from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out
 from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
@@ -21,6 +23,8 @@ from .plan import Plan
 from .program import Level, Program
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_LOG = logging.getLogger("moecompile")
+_SHOWN = 5  # lines that a warning names
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,16 @@ def compile_call(
     synced: bool = True,
     check: bool = True,
     record_text: bool = False,
+    compare: bool = False,
 ) -> Program:
     """The program of this call: a step (forward and backward) if grad mode is on and the call returns a loss.
 
     With ``synced=False`` the gradients stay this rank's share.
+    ``compare`` holds the capture against the plain model. Warns, on rank 0, if lines of the model run whole on every rank.
     """
     captured = capture(model, request, shapes)
+    if compare and not shapes:
+        _compare(model, captured, request)
     learns = torch.is_grad_enabled() and any(item.requires_grad for item in captured.inputs)
     step = learns and captured.loss_index is not None
     passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
@@ -94,7 +102,57 @@ def compile_call(
         passes = tuple(item for item in passes if Fact.LOWERED not in item.provides)  # backends' ops have no gradient
     program = as_program(captured, request)
     with without_autocast():
-        return pipelines.run(program, passes, PASSES, check=check, record_text=record_text)
+        pipelines.run(program, passes, PASSES, check=check, record_text=record_text, on_pass=_check_experts)
+    if not learns:
+        program.gathers[:] = [item.forward_only() for item in program.gathers]
+    _warn_about_gathers(program)
+    _warn_about_unrouted(program)
+    return program
+
+
+def _warn_about_unrouted(program: Program) -> None:
+    """Name what an expert-parallel plan leaves whole on every rank although it looks like experts."""
+    if program.plan.ep == 1 or not program.unrouted or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    shown = [
+        f"{item['source']} ({item['module'] or 'the model'}): {item['reason']}" for item in program.unrouted[:_SHOWN]
+    ]
+    rest = (
+        [f"and {len(program.unrouted) - _SHOWN} more, see `program.unrouted`"] if len(program.unrouted) > _SHOWN else []
+    )
+    _LOG.warning(
+        "%d layers of the model are no MoE layers that ep=%d could cut; they run data-parallel, whole on every rank. Set strict=True "
+        "to refuse them.\n  %s",
+        len(program.unrouted), program.plan.ep, "\n  ".join([*shown, *rest]),
+    )  # fmt: skip
+
+
+def _check_experts(program: Program, done: Pass) -> None:
+    """As soon as a pass has found MoE layers: PlanError if ``ep`` does not divide their experts."""
+    if Fact.MOE_OPS in done.provides:
+        for layer in program.layers:
+            program.plan.check_model(num_experts=layer["num_experts"], name=layer["module"])
+
+
+def _compare(model: nn.Module, captured: Captured, request: Request) -> None:
+    """Hold the capture against the plain model, whose weights are whole."""
+    plan = request.plan
+    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
+    log_left_out(compare_capture(model, captured, args, kwargs, plan.num_data_ranks, plan.batch_dims, request.loss_fn))
+
+
+def _warn_about_gathers(program: Program) -> None:
+    """Say once per program what is gathered, for how many bytes, and what to do about it."""
+    found = sorted(program.gathers, key=lambda item: -item.step_bytes)
+    if not found or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    shown = [f"{item}: {item.reason}" for item in found[:_SHOWN]]
+    rest = [f"and {len(found) - _SHOWN} more lines, see `program.gathers`"] if len(found) > _SHOWN else []
+    _LOG.warning(
+        "lines of the model that are not computed in parts: %d; every rank gathers %s B per step and computes them whole. Rewrite "
+        "them, or set strict=True to refuse them.\n  %s",
+        len(found), f"{sum(item.step_bytes for item in found):,}", "\n  ".join([*shown, *rest]),
+    )  # fmt: skip
 
 
 def as_program(captured: Captured, request: Request) -> Program:

@@ -18,11 +18,12 @@ from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
 from .passes.normalize_loss import NUM_VALID
-from .passes.record_metrics import TOKENS_PER_EXPERT
+from .passes.record_metrics import AUX, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
-from .placement.types import Partial, Shard
+from .placement.types import Shard
 from .program import Input, InputKind, Level, Output, OutputKind, Program
-from .reduction import reduce_flat
+from .reduction import add_up, partial_axes, reduce_flat
+from .results import Results
 from .runtime.executor import Executor
 from .runtime.process_groups import ProcessGroups
 from .step import Gradients, StepResult, attach, share, value_only
@@ -63,8 +64,11 @@ class CompiledCall:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
         self.mesh: Mesh = program.mesh
         self.executor = Executor(program, groups)
+        self.results = Results(groups)
         self.parts = program.plan.microbatches if self._has_loss() else 1
-        self.metrics: dict[tuple[str, str], Tensor] = {}
+        self.metrics: dict[
+            tuple[str, str], tuple[Tensor, tuple[str, ...]]
+        ] = {}  # by layer and quantity; the axes it is a share on
         self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
         self.trained = self._find_trained()
         self._counter = self._count_program()
@@ -186,8 +190,7 @@ class CompiledCall:
         }
         for item, counts in zip(outputs, zip(*counted, strict=True), strict=True):
             total = torch.stack(list(counts)).sum().to(torch.float64)
-            if isinstance(dict(item.placements).get("dp"), Partial) and self.groups.size("dp") > 1:
-                dist.all_reduce(total, group=self.groups.group("dp"))
+            add_up(total, partial_axes(item), self.groups)
             found[item.name] = (total / self.parts).to(dtypes[item.name])
         return found
 
@@ -217,8 +220,13 @@ class CompiledCall:
 
     def _keep_metrics(self, outputs: Sequence[Any]) -> None:
         for item, found in zip(self.program.outputs, outputs, strict=True):
-            if item.kind is OutputKind.METRIC and item.what == TOKENS_PER_EXPERT:
-                self.metrics[item.name, item.what] = found
+            if item.kind is OutputKind.METRIC and item.what in (TOKENS_PER_EXPERT, AUX):
+                self.metrics[item.name, item.what] = (found.detach(), partial_axes(item))
+
+    def counts(self) -> tuple[dict[str, Tensor], dict[str, Output]]:
+        """Tokens per expert of the latest run by layer, and the outputs that they are."""
+        outputs = {item.name: item for item in self.program.outputs if item.what == TOKENS_PER_EXPERT}
+        return {name: self.metrics[name, TOKENS_PER_EXPERT][0] for name in outputs}, outputs
 
     def _rebuild(self, outputs: Sequence[Any], before_hand_out: Callable[[], None] | None) -> Any:
         program = self.program
@@ -228,9 +236,11 @@ class CompiledCall:
                 _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
                 values[item.leaf] = self._attach(outputs, value, before_hand_out)
-            elif item.kind is OutputKind.USER and program.level is Level.STEP:
-                values[item.leaf] = value_only(value, [found.param for found in self.trained[:1]])
-            elif item.kind in (OutputKind.LOSS, OutputKind.USER):
+            elif item.kind is OutputKind.USER:
+                if program.level is Level.STEP:
+                    value = value_only(value, [found.param for found in self.trained[:1]])
+                values[item.leaf] = self.results.hand_out(item, value, self.parts, differentiable=self.differentiable)
+            elif item.kind is OutputKind.LOSS:
                 values[item.leaf] = value
         if -1 in values:
             return values[-1]

@@ -97,10 +97,13 @@ def call(
 
 def unpack(graph: Graph, node: Node) -> list[Node]:
     """``getitem`` nodes for each element of a node that returns a tuple."""
-    made = []
+    made, placed = [], meta.item_placements(node)
     for index, item in enumerate(meta.value(node)):
         got = graph.create_node("call_function", operator.getitem, (node, index), name=element_name(node, index))
         got.meta = meta.copy_meta(node)
+        meta.clear_placements(got)
+        if placed:
+            meta.set_placements(got, placed[index])
         got.meta["val"] = item
         made.append(got)
     return made

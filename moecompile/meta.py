@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 _PLACEMENTS = "moe_placements"
+_ITEMS = "moe_item_placements"
 _DIRECTION = "moe_direction"
 _TWIN = "moe_twin"
 _DIFFERENTIATED = "moe_differentiated"
@@ -61,9 +63,26 @@ def set_placements(node: Node, found: dict[str, Any]) -> None:
     node.meta[_PLACEMENTS] = dict(found)
 
 
+def item_placements(node: Node) -> list[dict[str, Any]]:
+    """Placements of each element of a node that holds a tuple; empty where they are not known."""
+    return list(node.meta.get(_ITEMS, ()))
+
+
+def set_item_placements(node: Node, found: Sequence[dict[str, Any]]) -> None:
+    node.meta[_ITEMS] = [dict(item) for item in found]
+
+
 def clear_placements(node: Node) -> None:
     """Forget where a node lives: it is not known."""
     node.meta.pop(_PLACEMENTS, None)
+    node.meta.pop(_ITEMS, None)
+
+
+def copy_placements(node: Node, source: Node) -> None:
+    """Let a node live where another does, if that is known."""
+    for key in (_PLACEMENTS, _ITEMS):
+        if key in source.meta:
+            node.meta[key] = source.meta[key].copy()
 
 
 def direction(node: Node) -> Direction:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
+from .balance import Balance
 from .compat import tree_flatten
 from .compilation import Request, check_batch, compile_call
 from .compiled import CompiledCall
 from .errors import CaptureError
+from .expert_copies import refuse_copies
 from .mesh import Mesh
 from .optimizer_state import cut_loaded
 from .plan import Plan
@@ -56,6 +58,7 @@ class ParallelModel(nn.Module):
         self.__dict__["_state"] = _State(plan, mesh, ProcessGroups(mesh, _device(model)), loss_fn)
         self._state.weights = Weights(model, mesh, self._state.groups.rank)
         self._state.layout = State(self._state.weights, self._state.groups)
+        self._state.balance = Balance(model)
         self._state.init_fn = init_fn
 
     # -- what a plain module would answer ------------------------------------------------------------------------------
@@ -110,13 +113,18 @@ class ParallelModel(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a plain model's whole state, or the ``state_dict()`` of any plan, into the parameters in place."""
+        """Load a plain model's whole state, or the ``state_dict()`` of any plan, into the parameters in place.
+
+        ``strict`` also refuses a state in which an expert stands twice.
+        """
         if assign:
             raise ValueError(
                 "load_state_dict(assign=True) would replace the parameters that the plan has cut; use assign=False."
             )
         found = OrderedDict(state_dict)
         found._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+        if strict:
+            refuse_copies(self._state.weights, found)
         self._state.layout.split_all(found)
         fill_meta(self.plain, found)
         return self.plain.load_state_dict(found, strict=strict)
@@ -128,8 +136,9 @@ class ParallelModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
         """``to()``, ``half()`` and their like work on this rank's share, which then makes up new stacks."""
-        state, before = self._state, _device(self.plain)
+        state, before, biases = self._state, _device(self.plain), self._state.balance.kept()
         self.plain._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        state.balance.restore(biases)
         state.weights.restack()
         if _device(self.plain).type != before.type:
             self._regroup()
@@ -174,7 +183,7 @@ class ParallelModel(nn.Module):
         request = Request(args, kwargs, state.plan, state.loss_fn)
         try:
             shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
-            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync)
+            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=True)
         except Exception as found:
             error = found
         text = "" if program is None else hashlib.sha256(program.graph_module.code.encode()).hexdigest()
@@ -185,6 +194,7 @@ class ParallelModel(nn.Module):
         if error is not None:
             raise error
         assert program is not None
+        state.balance.learn(program)
         state.weights.cut(program.inputs)
         if meta_init.on_meta(self.plain):
             meta_init.materialize(self.plain, state.weights.shapes, state.layout.keep(args, kwargs), state.init_fn)
@@ -209,6 +219,8 @@ class ParallelModel(nn.Module):
         leaves, _ = tree_flatten((args, kwargs))
         result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
         state.calls += 1
+        if torch.is_grad_enabled():
+            state.balance.add(*compiled.counts())
         return result
 
     def _leave_unreduced(self) -> None:
@@ -228,6 +240,7 @@ class _State:
 
     weights: Weights
     layout: State
+    balance: Balance
     init_fn: meta_init.InitFn | None
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:

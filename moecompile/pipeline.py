@@ -168,9 +168,11 @@ def run(
                 text=after,
                 diff=_diff(before, after),
                 verify_seconds=verify_seconds,
+                declined=tuple(ctx.declined),
             )
         )
         before = after
+        ctx.declined.clear()
         program.pipeline = ",".join(filter(None, (program.pipeline, item.text)))
         if dump is not None:
             dump.after(item, at)

@@ -60,6 +60,10 @@ class Printable(Protocol):
     @property
     def layers(self) -> list[dict[str, Any]]: ...
     @property
+    def unrouted(self) -> list[dict[str, Any]]: ...
+    @property
+    def gathers(self) -> Sequence[Any]: ...
+    @property
     def constants(self) -> dict[str, torch.Tensor]: ...
     def items(self) -> Iterator[tuple[Node, Any]]: ...
     def output_nodes(self) -> list[Any]: ...
@@ -128,11 +132,19 @@ def moved_bytes(node: Node) -> str:
     return f"moves {found.numel() * found.element_size()} B"
 
 
+def _placed_text(node: Node) -> str:
+    """Where a value lives, or each element of a tuple; '' where that is not known."""
+    items = meta.item_placements(node)
+    if items:
+        return f"({', '.join(placement_text(item) for item in items)})"
+    return placement_text(meta.placements(node)) if meta.has_placements(node) else ""
+
+
 def comment(node: Node, *, sources: bool = False) -> str:
     """Type, recorded placement, bytes moved and module, two spaces apart; ``sources`` adds ``at file:line``."""
     parts = [
         type_text(node.meta.get("val")),
-        placement_text(meta.placements(node)) if meta.has_placements(node) else "",
+        _placed_text(node),
         moved_bytes(node),
         meta.module_path(node),
         f"at {meta.source(node)}" if sources and meta.source(node) else "",
@@ -195,6 +207,7 @@ def program_text(program: Printable, *, sources: bool = False) -> str:
         f"# level: {program.level.name.lower()}; pipeline: {program.pipeline or 'none yet'}",
         f"# facts: {facts}",
         f"# plan: {plan_text(program.plan)}",
+        *(f"# gathered: {item}" for item in program.gathers),
         "import operator",
         "",
         "import torch",
@@ -228,6 +241,8 @@ def saved_text(program: Printable) -> str:
         "out_spec": _spec_text(program.out_spec),
         "out_template": list(program.out_template),
         "layers": program.layers,
+        "unrouted": program.unrouted,
+        "gathers": [dataclasses.asdict(item) for item in program.gathers],
         "constants": {name: tensor_text(found) for name, found in program.constants.items()},
     }
     return f"{_NOTE}{program_text(program)}\n\nPROGRAM = {literal_text(data)}"

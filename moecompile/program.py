@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from .compat import TreeSpec
 from .mesh import Mesh
+from .placement.gather import Gather
 from .placement.types import Placement, Shard
 from .plan import Plan
 from .printer import program_text, saved_text
@@ -105,6 +106,7 @@ class Output:
 class HistoryEntry:
     """What one pass did: its text form, number of rewrites, node counts, seconds, text and diff of the graph.
 
+    ``declined`` says what the pass left as it was, and why.
     ``seconds`` is all of it, ``verify_seconds`` the part that the verifier took.
     """
 
@@ -117,11 +119,16 @@ class HistoryEntry:
     text: str = ""
     diff: str = ""
     verify_seconds: float = 0.0
+    declined: tuple[str, ...] = ()
 
 
 @dataclass
 class Program:
-    """A graph whose placeholders line up with ``inputs`` and whose output tuple lines up with ``outputs``."""
+    """A graph whose placeholders line up with ``inputs`` and whose output tuple lines up with ``outputs``.
+
+    ``gathers`` lists the lines of the user's code that run whole on every rank because no rule could place them,
+    ``unrouted`` what looks like an MoE layer and runs data-parallel, with the reason.
+    """
 
     graph_module: GraphModule
     inputs: list[Input]
@@ -136,6 +143,8 @@ class Program:
     out_template: tuple[Any, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
+    unrouted: list[dict[str, Any]] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
     pipeline: str = ""
 
     @property

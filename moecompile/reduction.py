@@ -9,7 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .compat import foreach_copy_
+from .placement.types import Partial
+from .program import Output
 from .runtime.process_groups import ProcessGroups
+
+
+def partial_axes(item: Output) -> tuple[str, ...]:
+    """The axes on which an output is a sum still to be taken."""
+    return tuple(axis for axis, placed in item.placements if isinstance(placed, Partial))
+
+
+def add_up(value: Tensor, axes: Sequence[str], groups: ProcessGroups) -> None:
+    """Sum a tensor in place over one axis after another."""
+    for axis in axes:
+        if groups.size(axis) > 1:
+            dist.all_reduce(value, group=groups.group(axis))
 
 
 def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) -> None:

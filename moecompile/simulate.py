@@ -14,10 +14,12 @@ from .api import Example, split_call
 from .compat import tree_flatten
 from .compilation import Request, compile_call
 from .errors import PlanError
-from .placement.types import Shard
+from .mesh import joined
+from .placement.types import Partial, Shard
 from .plan import Plan
 from .program import Input, InputKind, OutputKind, Program
 from .runtime.simulator import simulate
+from .weights import part_of, put_together
 
 
 @dataclass
@@ -73,7 +75,7 @@ def _value(model: nn.Module, program: Program, item: Input, rank: int, leaves: S
         value = torch.stack(found) if item.stacked else found[0]
         for axis, placed in item.placements:
             if isinstance(placed, Shard):
-                value = value.chunk(mesh.size(axis), placed.dim)[mesh.axis_index(axis, rank)]
+                value = part_of(value, placed, mesh.size(axis), mesh.axis_index(axis, rank))
         return value.contiguous() if item.placements else value
     if item.kind is InputKind.CONSTANT:
         return program.constants[item.name]
@@ -97,7 +99,9 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
             for rank, value in enumerate(values):
                 found.outputs[rank][output.leaf] = value
         elif output.kind is OutputKind.METRIC:
-            found.metrics[f"{output.name}.{output.what}"] = torch.stack(values).sum(0)
+            partial = [axis for axis, placed in output.placements if isinstance(placed, Partial)]
+            terms = [values[rank] for rank in program.mesh.group_ranks(joined(partial), 0)] if partial else values[:1]
+            found.metrics[f"{output.name}.{output.what}"] = torch.stack(terms).sum(0)
         elif output.kind is OutputKind.GRAD:
             item = by_name[output.name]
             whole = _gather(program, item, values)
@@ -110,5 +114,5 @@ def _gather(program: Program, item: Input, values: Sequence[Tensor]) -> Tensor:
     """The whole tensor from its parts on the ranks of rank 0's groups."""
     for axis, placed in item.placements:
         if isinstance(placed, Shard):
-            return torch.cat([values[rank] for rank in program.mesh.group_ranks(axis, 0)], placed.dim)
+            return put_together([values[rank] for rank in program.mesh.group_ranks(axis, 0)], placed)
     return values[0]

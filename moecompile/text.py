@@ -27,6 +27,7 @@ from .compat import FakeTensorMode, TreeSpec, rename_node, treespec_loads
 from .errors import CaptureError
 from .mesh import Mesh
 from .pass_base import Fact
+from .placement.gather import Gather
 from .placement.types import parse as parse_placement
 from .plan import Plan
 from .printer import BACKWARD, DTYPES, FORWARD
@@ -34,7 +35,9 @@ from .program import Input, InputKind, Level, Output, OutputKind, Program
 
 _FORMAT = 1
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\]$")
-_PLACED = re.compile(r"^(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@\w+ ?)+)$")
+_ONE = r"(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@\w+ ?)+)"
+_PLACED = re.compile(f"^{_ONE}$")
+_EACH_PLACED = re.compile(rf"^\({_ONE}(?:, {_ONE})*\)$")
 _COMMENT = re.compile(r"  # (.*)$")
 
 
@@ -98,6 +101,8 @@ class _Reader:
             out_template=tuple(data["out_template"]),
             constants={name: _tensor(*found) for name, found in data["constants"].items()},
             layers=list(data["layers"]),
+            unrouted=list(data["unrouted"]),
+            gathers=[Gather(**item) for item in data.get("gathers", ())],
             pipeline=data["pipeline"],
         )
 
@@ -226,8 +231,9 @@ class _Reader:
         comment = _COMMENT.search(self.lines[end - 1])
         for part in comment.group(1).split("  ")[1:] if comment else []:
             if _PLACED.match(part):
-                pairs = [item.rsplit("@", 1) for item in part.split()] if part != "R" else []
-                meta.set_placements(node, {axis: parse_placement(text) for text, axis in pairs})
+                meta.set_placements(node, _placed(part))
+            elif _EACH_PLACED.match(part):
+                meta.set_item_placements(node, [_placed(item) for item in part[1:-1].split(", ")])
             elif not part.startswith(("moves ", "at ")):
                 meta.set_module_path(node, part)
 
@@ -236,6 +242,12 @@ _SECTIONS = {BACKWARD: meta.Direction.BACKWARD, FORWARD: meta.Direction.FORWARD}
 
 
 # ---- the literals of PROGRAM ---------------------------------------------------------------------------------------
+
+
+def _placed(text: str) -> dict[str, Any]:
+    """``S(0)@dp V@ep`` and the like, as the printer writes it."""
+    pairs = [item.rsplit("@", 1) for item in text.split()] if text != "R" else []
+    return {axis: parse_placement(one) for one, axis in pairs}
 
 
 def _placements(found: Mapping[str, Any]) -> dict[str, Any]:

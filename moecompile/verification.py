@@ -23,7 +23,7 @@ from .errors import CaptureError, PlanError
 from .mesh import Mesh
 from .plan import Plan
 from .runtime.launcher import launch
-from .weights import Cut
+from .weights import Cut, part_of
 
 # Largest relative error that the order of sums explains; a wrong factor or a missing reduction is far above.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -291,7 +291,7 @@ def _part_error(
         return _relative(found, whole, floor)
     place = mesh.axis_index(cut.axis, rank)
     if cut.dim is not None:
-        whole = whole.chunk(mesh.size(cut.axis), cut.dim)[place]
+        whole = part_of(whole, cut.placed, mesh.size(cut.axis), place)
     elif cut.owner != place:
         return 0.0 if found.numel() == 0 else math.inf
     return _relative(found, whole, floor)

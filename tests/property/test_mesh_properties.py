@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecompile.errors import PlanError
-from moecompile.mesh import ATTENTION_AXES, AXES, EXPERT_AXES, Mesh
+from moecompile.mesh import ATTENTION_AXES, AXES, EXPERT_AXES, Mesh, joined
 from moecompile.plan import Plan
 
 degrees = st.integers(1, 4)
@@ -73,6 +73,40 @@ def test_a_group_differs_in_one_coordinate_only(plan, data):
         for peer in mesh.group_ranks(axis, rank):
             there = mesh.coordinates(peer)
             assert all(getattr(there, other) == getattr(here, other) for other in own if other != axis)
+
+
+@st.composite
+def joint_axes(draw) -> tuple[str, tuple[str, ...]]:
+    """Some axes of one mesh, by the name they have together, and that mesh."""
+    axes = draw(st.sampled_from([ATTENTION_AXES, EXPERT_AXES]))
+    return joined(draw(st.permutations(axes))[: draw(st.integers(1, len(axes)))]), axes
+
+
+@given(plans(), joint_axes(), st.data())
+def test_joint_groups_hold_all_ranks_that_agree_on_the_other_axes(plan, joint, data):
+    name, axes = joint
+    mesh, parts = Mesh(plan), name.split("+")
+    assert mesh.size(name) == math.prod(mesh.size(axis) for axis in parts)
+    assert sorted(rank for group in mesh.groups(name) for rank in group) == list(range(plan.world_size))
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    here = mesh.coordinates(rank)
+    agree = [
+        peer
+        for peer in range(plan.world_size)
+        if all(getattr(mesh.coordinates(peer), other) == getattr(here, other) for other in axes if other not in parts)
+    ]
+    group = mesh.group_ranks(name, rank)
+    assert list(group) == agree  # ascending: the last axis is the fastest
+    assert group[mesh.axis_index(name, rank)] == rank
+
+
+@given(plans(), joint_axes(), st.data())
+def test_a_joint_group_is_made_of_groups_of_each_of_its_axes(plan, joint, data):
+    name, mesh = joint[0], Mesh(plan)
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    group = set(mesh.group_ranks(name, rank))
+    for axis in name.split("+"):
+        assert all(set(mesh.group_ranks(axis, peer)) <= group for peer in group)
 
 
 @given(plans())

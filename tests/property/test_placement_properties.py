@@ -40,12 +40,13 @@ def placed(draw: st.DrawFn, value: torch.Tensor, ranks: int) -> Placement:
 
 
 def right_or_refused(draw: Any, case: Case) -> str:
-    """Check one random placement of a case; '' where the sharder refuses."""
+    """Check one random placement of a case; '' where the sharder refuses. Then it is right once it is gathered."""
     ranks = draw(RANKS)
     places = [draw(placed(value, ranks)) for value in case.values]
     try:
         return check(case, places, ranks)
     except PassError:
+        check(case, places, ranks, strict=False)
         return ""
 
 
