@@ -16,7 +16,7 @@ from torch.fx import Node
 from . import graph as graphs
 from . import meta, ops
 from .errors import CaptureError
-from .program import InputKind, Output, OutputKind, Program
+from .program import InputKind, Output, Program
 from .reduction import add_up, partial_axes
 from .runtime.process_groups import ProcessGroups
 from .weights import find

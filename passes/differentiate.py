@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from moecompile import graph as graphs
@@ -19,6 +20,8 @@ from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import InputKind, Output, OutputKind
 from moecompile.tracing.segments import split_segments
 from moecompile.tracing.stitch import stitch
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Differentiate(Pass):
         for node in graphs.find(graph, ops.graft):  # its gradient is taken: the value is what remains
             if meta.direction(node) is meta.Direction.FORWARD:
                 graphs.replace(node, node.args[0])  # type: ignore[arg-type]
+        # Kernels may lay out a result otherwise than its fake; a view of such a result fails, and reshape is one wherever it can be.
+        for node in graphs.find(graph, aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
         graphs.eliminate_dead(graph.graph, keep=lambda node: node.target in ops.COLLECTIVES)
         program.outputs.extend(Output(OutputKind.GRAD, trained[node].name) for node in gradients)
         return len(gradients)

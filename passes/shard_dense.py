@@ -13,12 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
-from moecompile.placement.outputs import finish, trained_values
+from moecompile.placement.outputs import finish, note_rows, trained_values
 from moecompile.placement.table import sharder
 from moecompile.placement.types import REPLICATE, Placement
+from moecompile.program import OutputKind
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class ShardDense(Pass):
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         ranks = ctx.mesh.size("dp")
-        if ranks == 1:
+        if ranks == 1 and not _joins_results(ctx):
             return 0
-        walk = sharder(graph.graph, {"dp": ranks}, ctx.mode, strict=ctx.plan.strict)
+        walk = sharder(graph.graph, {"dp": ranks}, ctx.mode, strict=ctx.plan.strict and ranks > 1)
         walk.ledger.differentiated = trained_values(ctx.program)
         cut = 0
         for node, item in ctx.program.items():
@@ -45,5 +47,18 @@ class ShardDense(Pass):
         for node in graph.graph.nodes:
             if node.op == "call_function":
                 walk.visit(node)
+        if ranks == 1:  # results of microbatches are joined where the batch lies in them
+            note_rows(ctx.program, walk, "dp")
+            return 0
         finish(graph, ctx.program, walk, "dp")
         return cut
+
+
+def _joins_results(ctx: PassContext) -> bool:
+    """Whether results of several microbatches are to be put together."""
+    results = [
+        found
+        for found, item in zip(ctx.program.output_nodes(), ctx.program.outputs, strict=True)
+        if item.kind is OutputKind.USER and isinstance(found, Node)
+    ]
+    return ctx.plan.microbatches > 1 and any(meta.is_tensor(item) and meta.tensor(item).dim() for item in results)

@@ -3,16 +3,21 @@
 A router that stores its loss in ``self.aux_loss`` for the model to add up is captured as it is.  After the call the
 tensor does not exist: the program returns what the model returns.  So that nobody reads a stale value, the attribute
 then holds a `Forgotten`, which raises when it is used.  A forward that reads such an attribute before it writes it
-carries state from call to call and is refused.
+carries state from call to call and is refused; so is one that counts its calls, or remembers numbers otherwise, unless
+they have settled after one call and leave the graph as it is (a length that is cached).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from moecompile.capture.where import forward_line, module_name
 from moecompile.errors import CaptureError
 
 
@@ -46,25 +51,59 @@ class Forgotten:
     __matmul__ = __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = __call__ = __iadd__ = _refuse
 
 
+@dataclass(frozen=True)
+class Carried:
+    """A plain attribute that a forward read and left with another value."""
+
+    module: nn.Module
+    name: str
+    before: Any
+    line: str
+
+
 class Attributes:
-    """What happens to plain attributes of a model's modules during one forward."""
+    """What happens to plain attributes of a model's modules during one forward.
+
+    Modules are known by their ids; `begin` keeps those alive that the trace is about, and others are not looked at.
+    """
 
     def __init__(self) -> None:
         self._read: set[tuple[int, str]] = set()
         self._written: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
+        self._lines: dict[tuple[int, str], str] = {}
+        self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, str]]] = []
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Remember the values that the forward finds."""
+        for module in modules:
+            values = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
+            self._plain.append((module, values, {name: _text(value) for name, value in values.items()}))
 
     def read(self, module: nn.Module, name: str) -> None:
-        if not name.startswith("_"):
+        if name not in _INTERNAL and not name.startswith("__"):
             self._read.add((id(module), name))
 
     def write(self, module: nn.Module, name: str, line: str) -> None:
         """Note an assignment; the first one of this forward only counts if nothing was read before."""
+        self._lines[id(module), name] = line
         if (id(module), name) not in self._read:
             self._written.setdefault((id(module), name), (module, line, vars(module).get(name, _ABSENT)))
 
     def is_local(self, module: nn.Module, name: str) -> bool:
         """Whether the forward wrote the attribute before it read it."""
         return (id(module), name) in self._written
+
+    def carried(self) -> list[Carried]:
+        """Attributes without tensors that do not hold what they held before, apart from those of the call alone."""
+        found = []
+        for module, _, texts in self._plain:
+            for name, value in vars(module).items():
+                if name in _INTERNAL or self.is_local(module, name) or _holds_tensor(value):
+                    continue
+                if _text(value) != texts.get(name, ""):
+                    line = self._lines.get((id(module), name)) or forward_line(module)
+                    found.append(Carried(module, name, texts.get(name, "nothing"), line))
+        return found
 
     def forget(self) -> None:
         """Put a `Forgotten` wherever a tensor of the trace was assigned."""
@@ -73,14 +112,30 @@ class Attributes:
                 vars(module)[name] = Forgotten(name, line)
 
     def restore(self) -> None:
-        """Give every attribute the value from before the trace."""
+        """Give every attribute the value from before the trace; lists and dictionaries stay the objects they are."""
         for (_, name), (module, _, before) in self._written.items():
             if before is _ABSENT:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before
+        for item in self.carried():
+            values = next(values for module, values, _ in self._plain if module is item.module)
+            if item.name in values:
+                vars(item.module)[item.name] = values[item.name]
+            else:
+                vars(item.module).pop(item.name, None)
 
 
+def refuse_carried(root: nn.Module, item: Carried) -> None:
+    """`CaptureError` for state that a captured program would not carry to the next call."""
+    raise CaptureError(
+        f"{item.line}: the forward changes attribute {item.name!r} of {module_name(root, item.module)} (from {item.before} to "
+        f"{_text(vars(item.module).get(item.name))}), and a captured program repeats one call; keep such state outside "
+        f"forward, or hand it in as an argument."
+    )
+
+
+_INTERNAL = frozenset(vars(nn.Module()))  # type: ignore[no-untyped-call]
 _ABSENT = object()
 
 
@@ -88,3 +143,14 @@ def _holds_tensor(value: Any) -> bool:
     """Whether a value is a tensor, or a list or dictionary of some."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
     return any(isinstance(item, torch.Tensor) for item in items)
+
+
+def _text(value: Any, depth: int = 4) -> str:
+    """Equal texts for equal plain values; other objects count by their kind."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if depth and isinstance(value, (list, tuple, set, frozenset, deque)):
+        return f"{type(value).__name__}({', '.join(_text(item, depth - 1) for item in value)})"
+    if depth and isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(key, 1)}: {_text(item, depth - 1)}' for key, item in value.items())}}}"
+    return type(value).__name__

@@ -8,6 +8,7 @@ nothing runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 
 from moecompile import graph as ir
+from moecompile.capture.attributes import refuse_carried
 from moecompile.capture.batch import leaf_names
 from moecompile.capture.captured import Captured
 from moecompile.capture.explain import errors_explained, torch_quiet
 from moecompile.capture.hf_experts import split_experts
+from moecompile.capture.lengths import lengths_known
 from moecompile.capture.lift import Lifter, first_names
 from moecompile.capture.loop_capture import LoopCapture
 from moecompile.capture.marks import Marked
@@ -49,7 +52,8 @@ class _Call(nn.Module):
         args, kwargs = tree_unflatten([next(supply) if is_tensor else leaf for leaf, is_tensor in pairs], self._spec)
         name = type(self.model).__name__
         # Explained in here: export would print the graph so far for some of torch's errors.
-        with errors_explained(name), watched(self.model, list(tensors), self._results.attributes), LoopCapture():
+        watch = watched(self.model, list(tensors), self._results.attributes)
+        with errors_explained(name), watch, lengths_known(), LoopCapture():
             output = self.model(*args, **kwargs)
             loss = None if self._loss_fn is None else self._loss_fn(output, *args, **kwargs)
         return self._results.collect(output, loss, self._loss_fn is not None, name)
@@ -75,23 +79,51 @@ def capture_model(
     """
     leaves, in_spec = tree_flatten((args, kwargs))
     mode = ir.fake_mode()
+    names = first_names(model)
+    traced = functools.partial(_traced, model, leaves, in_spec, mode, loss_fn, shapes or {})
+    program, results = traced()
+    changed = results.attributes.carried()
+    if changed:  # what the forward remembers has to be settled, and must not show in the graph
+        try:
+            again, later = traced()
+            moved = later.attributes.carried() or (changed if _text(again) != _text(program) else [])
+            if moved:
+                refuse_carried(model, moved[0])
+        except BaseException:
+            results.attributes.restore()
+            raise
+    results.attributes.forget()
+    lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
+    return lifter.finish(type(model).__name__, results, in_spec)
+
+
+def _traced(
+    model: nn.Module,
+    leaves: list[Any],
+    in_spec: TreeSpec,
+    mode: FakeTensorMode,
+    loss_fn: Callable[..., Any] | None,
+    shapes: Mapping[str, Sequence[int]],
+) -> tuple[torch.export.ExportedProgram, Results]:
+    """Export one call; attributes hold what the forward left in them, or what they held before if it failed."""
     tensors = tuple(_fake_input(leaf, mode) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    results, name = Results(), type(model).__name__
+    results = Results()
     call = _Call(model, leaves, in_spec, loss_fn, results)
     device = tensors[0].device if tensors else torch.device("cpu")
-    names = first_names(model)
-    faked = _weights_faked(call, mode, device, shapes or {})
+    faked = _weights_faked(call, mode, device, shapes)
     marked = Marked()
-    with faked, split_experts(model), marked.forwards(model), torch_quiet(), errors_explained(name):
+    with faked, split_experts(model), marked.forwards(model), torch_quiet(), errors_explained(type(model).__name__):
         try:
             program = torch.export.export(call, tensors, strict=False)
         except BaseException:
             results.attributes.restore()
             raise
-    results.attributes.forget()
     marked.compare()
-    lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
-    return lifter.finish(name, results, in_spec)
+    return program, results
+
+
+def _text(program: torch.export.ExportedProgram) -> str:
+    return str(program.graph_module.code)
 
 
 def _fake_input(leaf: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

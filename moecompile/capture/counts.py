@@ -16,6 +16,22 @@ import torch
 from moecompile.compat import pretend_at_least
 
 
+class HostNumbers(list[Any]):
+    """Counts as a model has them after ``.numpy()``: a list that knows the few methods of an array that loops use."""
+
+    def cumsum(self, axis: int | None = None) -> HostNumbers:
+        return HostNumbers(itertools.accumulate(self))
+
+    def sum(self) -> Any:
+        return sum(self)
+
+    def tolist(self) -> list[Any]:
+        return list(self)
+
+    def astype(self, dtype: Any, **options: Any) -> HostNumbers:
+        return self
+
+
 class Counts:
     """Which tensors are counts or running sums of counts, and which 0-d tensors are elements of one."""
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.asserts import outcome_of_assert
-from moecompile.capture.counts import Counts, rows_between
+from moecompile.capture.counts import Counts, HostNumbers, rows_between
 from moecompile.capture.where import current_line
 from moecompile.compat import pretend_at_least
 from moecompile.errors import CaptureError
@@ -142,7 +142,6 @@ class LoopCapture(TorchFunctionMode):
             "cumsum": self._running_sum,
             "tolist": self._tolist,
             "numpy": self._tolist,
-            "__len__": self._length,
             "item": self._number,
             "__int__": self._number,
             "__index__": self._number,
@@ -328,7 +327,10 @@ class LoopCapture(TorchFunctionMode):
         num_experts = self._hits.get(tensor)
         if num_experts is not None:
             return list(range(num_experts)) if tensor.dim() == 1 else [[e] for e in range(num_experts)]
-        return self._counts.numbers(tensor) if self._holds_counts(tensor) else self._number(func, args, kwargs)
+        if not self._holds_counts(tensor):
+            return self._number(func, args, kwargs)
+        numbers = self._counts.numbers(tensor)
+        return HostNumbers(numbers) if func.__name__ == "numpy" and numbers is not None else numbers
 
     def _running_sum(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -350,15 +352,6 @@ class LoopCapture(TorchFunctionMode):
         if isinstance(args[1], int) and args[1] >= 0 and self._holds_counts(args[0]):
             self._counts.add_elements(args[0], (out,), args[1])
         return out
-
-    def _length(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Python wants a number from ``len``, where ``numel`` and ``shape`` can answer with a symbol."""
-        if self._routing.get(args[0]) is not None and isinstance(args[0].shape[0], torch.SymInt):
-            raise CaptureError(
-                f"{current_line()}: len() of the rows that an expert gets is not known when the model is captured; "
-                f"write t.numel() or t.shape[0] in place of len(t)."
-            )
-        return func(*args, **kwargs)
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A number read out of a tensor: fine for constants and routing counts, refused otherwise."""

@@ -56,6 +56,12 @@ _ADDITIVE = frozenset(
 # Operand that may be anything, in the additive ops: a condition, an index.
 _FREE_TYPES = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+_KEEPS_ZERO = frozenset(
+    {
+        aten.clone.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.reshape.default,
+        aten.expand.default, aten.detach.default, aten.alias.default,
+    }
+)  # fmt: skip
 # Position of the number that fills.
 _FILLED = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
 # Replace part of an operand by a number, linear if that is zero: positions of operand and number.
@@ -77,9 +83,14 @@ def transpose(
 
     ``pairs`` are (g, x).  Returns one value a seed, None where no g depends on it.  ``constant`` makes an operand from
     outside that piece of graph one that passes no gradient.  `CaptureError`, beginning with ``where``, for a piece that
-    is not linear.
+    is not linear, and for a constant gradient other than zero.
     """
     reached = _dependents(seeds)
+    if any(out not in reached and not _is_zero(out) for out, _ in pairs):
+        raise CaptureError(
+            f"{where} returns a gradient that does not depend on the incoming one (a loss put in by its gradient alone), "
+            f"which has no meaning in a step made from the returned loss; add that term to the loss that the model returns."
+        )
     pairs = [(out, cotangent) for out, cotangent in pairs if out in reached]
     if not pairs:
         return [None] * len(seeds)
@@ -189,6 +200,8 @@ def _operands(arg: Any) -> Iterator[Node]:
 def _is_zero(node: Node) -> bool:
     if node.target in _ZEROS:
         return True
+    if node.target in _KEEPS_ZERO:
+        return _is_zero(node.all_input_nodes[0])
     at = _FILLED.get(node.target)  # type: ignore[call-overload]
     return at is not None and _is_number_zero(node.args[at])
 

@@ -51,9 +51,9 @@ def is_in_place(name: str) -> bool:
 class _MutationWatch(TorchFunctionMode):
     """Raise when a call writes into the storage of a parameter, buffer, plain tensor attribute or model input."""
 
-    def __init__(self, owners: dict[int, str]) -> None:
+    def __init__(self, owners: dict[int, tuple[torch.Tensor, str]]) -> None:
         super().__init__()
-        self._owners = owners  # storage -> "parameter 'x'", "buffer 'y'", ...
+        self._owners = owners  # storage -> the tensor that keeps it alive, and "parameter 'x'", "buffer 'y'", ...
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +63,7 @@ class _MutationWatch(TorchFunctionMode):
         for tensor in written:
             if isinstance(tensor, torch.Tensor) and (owner := self._owners.get(storage_key(tensor))) is not None:
                 raise CaptureError(
-                    f"{current_line()}: the forward writes into {owner} ({func.__name__}), and a captured step has no "
+                    f"{current_line()}: the forward writes into {owner[1]} ({func.__name__}), and a captured step has no "
                     f"such side effect; compute a new tensor instead, or update it outside forward, after the step."
                 )
         return func(*args, **kwargs)
@@ -86,7 +86,7 @@ def _refuse_assignment(root: nn.Module, module: nn.Module, name: str, line: str)
 @contextlib.contextmanager
 def _moves_ignored(root: nn.Module) -> Iterator[None]:
     """``module.to(...)`` in a forward changes nothing where the module is there already; other moves are refused."""
-    members = {id(module) for module in root.modules()}
+    members = {id(module): module for module in root.modules()}
     plain = nn.Module._apply
 
     def watched_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
@@ -112,14 +112,17 @@ def _moves_ignored(root: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[None]:
     """Follow ``module.name = value`` in every module of ``root``; refuse tensors that would have to last."""
-    members = {id(module) for module in root.modules()}
+    # By identity, and kept alive: the id of an object that is gone may be another one's.
+    members = {id(module): module for module in root.modules()}
     # Parametrizations (adapters on expert weights) take a parameter out for the time of a forward and put it back.
-    own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    own = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers())}
+    attributes.begin(members.values())
     plain_setattr, plain_register = nn.Module.__setattr__, nn.Module.register_buffer
     plain_get = nn.Module.__getattribute__
 
     def watched_get(self: nn.Module, name: str) -> Any:
-        attributes.read(self, name)
+        if id(self) in members:
+            attributes.read(self, name)
         return plain_get(self, name)
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
@@ -160,13 +163,13 @@ def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, item
 
 
-def _owners(root: nn.Module, inputs: list[torch.Tensor]) -> dict[int, str]:
-    owners = {storage_key(tensor): "one of its inputs" for tensor in inputs}
+def _owners(root: nn.Module, inputs: list[torch.Tensor]) -> dict[int, tuple[torch.Tensor, str]]:
+    owners = {storage_key(tensor): (tensor, "one of its inputs") for tensor in inputs}
     for prefix, module in root.named_modules():
         for name, tensor in _held_tensors(module):
-            owners[storage_key(tensor)] = f"attribute {_join(prefix, name)!r}"
-    owners.update({storage_key(tensor): f"buffer {name!r}" for name, tensor in root.named_buffers()})
-    owners.update({storage_key(tensor): f"parameter {name!r}" for name, tensor in root.named_parameters()})
+            owners[storage_key(tensor)] = tensor, f"attribute {_join(prefix, name)!r}"
+    owners.update({storage_key(tensor): (tensor, f"buffer {name!r}") for name, tensor in root.named_buffers()})
+    owners.update({storage_key(tensor): (tensor, f"parameter {name!r}") for name, tensor in root.named_parameters()})
     return owners
 
 
@@ -180,7 +183,7 @@ def watched(root: nn.Module, inputs: list[torch.Tensor], attributes: Attributes)
 
     ``attributes`` learns which plain attributes the forward wrote, to be forgotten after the trace.
     """
-    before = {id(tensor) for module in root.modules() for _, tensor in _held_tensors(module)}
+    before = {id(tensor): tensor for module in root.modules() for _, tensor in _held_tensors(module)}
     with (
         _assignments_watched(root, attributes),
         _moves_ignored(root),

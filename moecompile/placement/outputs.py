@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import GraphModule, Node
 
 from .. import meta
@@ -30,12 +32,7 @@ def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> No
     The loss becomes this rank's share; other results become whole, or stay this rank's part where they are cut. A result that is cut
     on two axes within one data rank, one of them in stripes, becomes whole on the second: no DTensor says how it lies.
     """
-    rows = {
-        item.shape[placed.dim]
-        for item in program.inputs
-        for name, placed in item.placements
-        if name == axis and item.kind is InputKind.BATCH and isinstance(placed, Shard)
-    }
+    rows = _batch_sizes(program, axis)
     results, outputs = [], []
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
         if not isinstance(found, Node):
@@ -43,15 +40,7 @@ def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> No
             outputs.append(item)
             continue
         have = walk.place(found, axis)
-        want: Placement = have
-        if item.kind is OutputKind.LOSS:
-            want = PARTIAL
-        elif isinstance(have, Partial) and item.kind is not OutputKind.METRIC:
-            want = REPLICATE
-        elif isinstance(have, Replicate) and item.kind is OutputKind.USER and _is_batch(found, rows, walk):
-            want = Shard(0)
-        elif isinstance(have, Shard) and item.kind is OutputKind.USER and _is_striped(have, item):
-            want = REPLICATE
+        want = _wanted(found, item, have, rows, walk)
         made = walk.convert(walk.env[found], found, axis, have, want) if meta.is_tensor(found) else walk.env[found]
         results.append(made)
         outputs.append(Output(item.kind, item.name, item.leaf, item.what, (*item.placements, (axis, want))))
@@ -65,6 +54,39 @@ def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> No
     runs = program.plan.microbatches if any(item.kind is OutputKind.LOSS for item in outputs) else 1
     program.gathers += [item.times(runs) for item in walk.ledger.gathers(walk.graph)]
     graph.graph = walk.graph
+
+
+def note_rows(program: Program, walk: Sharder, axis: str) -> None:
+    """Say of results how ``axis`` would cut them, after a walk whose graph is not used: one rank runs the whole batch."""
+    rows = _batch_sizes(program, axis)
+    for at, (found, item) in enumerate(zip(program.output_nodes(), program.outputs, strict=True)):
+        if item.kind is OutputKind.USER and isinstance(found, Node):
+            want = _wanted(found, item, walk.place(found, axis), rows, walk)
+            program.outputs[at] = replace(item, placements=(*item.placements, (axis, want)))
+
+
+def _batch_sizes(program: Program, axis: str) -> set[int]:
+    """Sizes of the dims of inputs that the axis cuts."""
+    return {
+        item.shape[placed.dim]
+        for item in program.inputs
+        for name, placed in item.placements
+        if name == axis and item.kind is InputKind.BATCH and isinstance(placed, Shard)
+    }
+
+
+def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sharder) -> Placement:
+    """How a result leaves the program on one axis."""
+    if item.kind is OutputKind.LOSS:
+        return PARTIAL
+    if isinstance(have, Partial) and item.kind is not OutputKind.METRIC:
+        return REPLICATE
+    if item.kind is OutputKind.USER:
+        if isinstance(have, Replicate) and _is_batch(found, rows, walk):
+            return Shard(0)
+        if isinstance(have, Shard) and _is_striped(have, item):
+            return REPLICATE
+    return have
 
 
 def _is_striped(have: Shard, item: Output) -> bool:

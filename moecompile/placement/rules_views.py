@@ -165,7 +165,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPES, reshape),
     **dict.fromkeys(_EXPANDS, expand),
     **dict.fromkeys(_TRANSPOSES, permute_dims),
-    aten.cat.default: cat,
+    **dict.fromkeys([aten.cat.default, aten.concat.default], cat),
     aten.stack.default: stack,
     **dict.fromkeys([aten.repeat.default, aten.tile.default], repeat),
     aten.diagonal.default: take_diagonal,

@@ -72,6 +72,8 @@ class Base:
         target, args = node.target, node.args
         if target in (aten.index_add.default, aten.scatter_add.default) and self._value(args[3]) is None:
             return self._value(args[0])
+        if target is aten.scatter_reduce.two and _adds(node) and self._value(args[3]) is None:
+            return self._value(args[0])
         if target is aten.where.self and args[0] in self.lone:
             served = [item for item in args[1:3] if isinstance(item, Node) and item in self._affected]
             if len(served) == 1:
@@ -165,6 +167,11 @@ def _is_floating(node: Node) -> bool:
     found = node.meta.get("val")
     first = found[0] if isinstance(found, (tuple, list)) and found else found
     return isinstance(first, torch.Tensor) and first.is_floating_point()
+
+
+def _adds(node: Node) -> bool:
+    """Whether a scatter_reduce adds to what it finds."""
+    return node.args[4] == "sum" and bool(node.kwargs.get("include_self", True))
 
 
 def _is_zero(node: Node) -> bool:

@@ -84,7 +84,7 @@ def choose_scale(nodes: list[Node], sources: Iterable[Node], choice: Choice, tok
     """
     counts = [choice.num_tokens, choice.num_tokens * choice.top_k]
     outer = 1
-    positions = _positions([tokens, *nodes], choice.num_tokens)
+    positions = _positions([tokens], nodes, choice)
     if positions is not None:  # [batch, sequence, width]: fewer positions, as many sequences
         counts.append(positions)
         outer = choice.num_tokens // positions
@@ -97,17 +97,25 @@ def choose_scale(nodes: list[Node], sources: Iterable[Node], choice: Choice, tok
     small = inner * outer
     if 2 * small > choice.num_tokens:
         return Scale()
-    return Scale(dict(zip(counts, (small, small * choice.top_k, inner), strict=False)))
+    found = Scale(dict(zip(counts, (small, small * choice.top_k, inner), strict=False)))
+    # The decision has to be probed in its own shape.
+    fits = all(math.prod(found.shape(meta.tensor(node).shape)) == small * choice.top_k for node in _ids(choice))
+    return found if fits else Scale()
 
 
-def _positions(nodes: Iterable[Node], num_tokens: int) -> int | None:
-    """The length of a sequence, where the tokens have the shape [batch, sequence, width] or are given it."""
-    for at, node in enumerate(nodes):
-        if at and node.target not in rowwise.RESHAPES:
-            continue
+def _ids(choice: Choice) -> tuple[Node, ...]:
+    return () if choice.parts else (choice.ids,)
+
+
+def _positions(tokens: list[Node], nodes: Iterable[Node], choice: Choice) -> int | None:
+    """The length of a sequence, where tokens or decisions have the shape [batch, sequence, ...] or are given it."""
+    shaped = [node for node in nodes if node.target in rowwise.RESHAPES]
+    for node in (*tokens, *_ids(choice), *shaped):
         shape = meta.tensor(node).shape
-        if len(shape) > 2 and all(isinstance(size, int) for size in shape[:-1]) and math.prod(shape[:-1]) == num_tokens:
-            return int(shape[-2])
+        leading = shape if node in _ids(choice) and math.prod(shape) == choice.num_tokens else shape[:-1]
+        fixed = all(isinstance(size, int) for size in leading)
+        if len(leading) > 1 and fixed and math.prod(leading) == choice.num_tokens:
+            return int(leading[-1])
     return None
 
 

@@ -81,7 +81,10 @@ class Writer:
     def _matrix(self, node: Node, shape: list[int]) -> Node:
         """The value with two axes."""
         node = self._known(node)
-        return node if meta.tensor(node).dim() == 2 else self._call(aten.reshape.default, node, shape)
+        found = meta.tensor(node)
+        # Ids of one choice for [batch, sequence] have two axes, too.
+        fits = found.dim() == 2 and all(want in (-1, have) for want, have in zip(shape, found.shape, strict=True))
+        return node if fits else self._call(aten.reshape.default, node, shape)
 
     def _fit(self, node: Node, wanted: torch.Tensor) -> Node:
         if meta.tensor(node).dtype != wanted.dtype:

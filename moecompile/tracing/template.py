@@ -178,19 +178,21 @@ def _is_scattered(node: Node) -> bool:
 
 def _tag(forward: list[Node], backward: list[Node]) -> None:
     """Backward nodes take module and source of the forward node with their autograd sequence number."""
-    by_number: dict[int, Node] = {}
+    by_number: dict[int, list[Node]] = {}
     for node in forward:
         meta.set_direction(node, meta.Direction.FORWARD)
         number = node.meta.get("seq_nr")
         if number is not None:
-            by_number[number] = node
+            by_number.setdefault(number, []).append(node)
     for node in backward:
         meta.set_direction(node, meta.Direction.BACKWARD)
-        source = by_number.get(node.meta.get("seq_nr", -1))
-        if source is not None:
+        sources = by_number.get(node.meta.get("seq_nr", -1))
+        if sources:
+            # ops without gradient share the number of the one before them: the op tells whose gradient this is
+            transposed = [one for one in sources if ops.TRANSPOSE.get(one.target) is node.target]  # type: ignore[call-overload]
+            source = transposed[0] if transposed else sources[-1]
             meta.set_twin(node, source.name)
-            # other nodes may share the number, so only the op tells whose gradient this is
-            if ops.TRANSPOSE.get(source.target) is node.target:  # type: ignore[call-overload]
+            if transposed:
                 meta.mark_differentiated(source)
             for key in ("nn_module_stack", "stack_trace"):
                 if key in source.meta:

@@ -11,6 +11,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from moecompile import meta, ops
 from moecompile.compilation import Request, compile_call
@@ -181,3 +185,83 @@ def collectives(program: Program) -> Counter[str]:
         for node in program.graph.nodes
         if node.target in names and meta.tensor(node).numel() >= 2 * 8 * 16 // 2 and meta.module_path(node)
     )
+
+
+# ---- cases of the field ------------------------------------------------------------------------------------------------
+
+
+class OnlyBalance(nn.Module):
+    """Main loss weight 0: what remains is the balance loss and a z-loss on the router's logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build(replace(CONFIG, aux=0.0))
+        self.logits: list[Tensor] = []
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        model, x, loss = self.model, self.model.embed(ids), torch.zeros((), dtype=torch.float64)
+        for layer in model.layers:
+            z = torch.logsumexp(layer.moe.router(layer.norm_2(x).reshape(-1, CONFIG.hidden)), -1)
+            x, balance = layer(x, None)
+            loss = loss + 0.1 * balance + 0.01 * z.square().mean()
+        return {"loss": loss + 0.0 * model.head(model.norm(x)).sum()}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp=1, tp=2), Plan(dp=1, tp=2, sequence_parallel=True), Plan(dp=2, cp=2, tp=2, ep=2, sequence_parallel=True)],
+    ids=name_of,
+)
+def test_case_05_router_losses_do_not_depend_on_tp(plan: Plan) -> None:
+    batches = [tokens(2 * (plan.dp or 1), 8, seed) for seed in range(2)]
+    lock_step = LockStep(OnlyBalance(), plan, batches[0])
+    silent = ("model.norm.*", "model.head.*", "model.layers.1.moe.experts*", "model.layers.1.moe.shared*")
+    compare(lock_step.run(batches), plain(OnlyBalance(), batches), zero=silent)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=1, tp=2, sequence_parallel=True), Plan(dp=1, tp=2, ep=2, cp=2)], ids=name_of)
+def test_case_31_router_copies_do_not_drift(plan: Plan) -> None:
+    """Bitwise equal on all ranks after three steps, and right: routers, norms and the gate of the shared expert."""
+    batches = [tokens(2, 8, seed, ignored=0.3) for seed in range(3)]
+    lock_step = LockStep(build(CONFIG), plan, batches[0])
+    before = build(CONFIG).state_dict()
+    lock_step.run(batches)
+    for fqn in ("layers.0.moe.router.weight", "layers.1.norm_2.weight", "layers.0.moe.shared_gate.weight", "norm.weight"):
+        name = next(item.name for item in lock_step.program.inputs if item.fqns[:1] == (fqn,))
+        first, *others = (held[name] for held in lock_step.ranks)
+        assert not torch.equal(first, before[fqn])
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_case_32_a_gated_shared_expert_is_whole_where_it_is_added() -> None:
+    """tp with sequence parallelism and ep: the shared expert's chain is cut, the routed experts are away."""
+    program = check(CONFIG, Plan(dp=1, tp=2, ep=2, sequence_parallel=True)).program
+    names = {item.fqns[0] for item, _ in cut_over(program, "tp")}
+    assert {"layers.0.moe.shared.gate.weight", "layers.0.moe.shared.down.weight"} <= names
+    assert {node.target for node in program.graph.nodes} >= {ops.dispatch, ops.combine, ops.reduce_scatter}
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_drawn_foldings(data: st.DataObject) -> None:
+    """Any model of the family on any legal plan of up to eight ranks, with uneven labels."""
+    plan = data.draw(st.sampled_from(foldings(2) + foldings(4) + foldings(8)))
+    config = Config(
+        data.draw(st.sampled_from(["loop", "stacked", "dense", "ops"])),
+        hidden=16,
+        heads=data.draw(st.sampled_from([2, 4])),
+        inner=8,
+        layers=data.draw(st.integers(1, 2)),
+        shared=data.draw(st.booleans()),
+        tied=data.draw(st.booleans()),
+        bias=data.draw(st.booleans()),
+        rotary=data.draw(st.booleans()),
+        aux=data.draw(st.sampled_from([0.0, 0.1])),
+    )
+    rows = data.draw(st.integers(1, 2)) * (plan.dp or 1)
+    batches = [tokens(rows, 8, data.draw(st.integers(0, 99)), ignored=data.draw(st.floats(0, 0.9))) for _ in range(2)]
+    for batch in batches:
+        batch["labels"][0, 0] = 1  # one label at least
+    reference = plain(build(config), batches)
+    assume(all(grad.count_nonzero() for step in reference.steps for grad in step.grads.values()))  # no idle expert
+    compare(LockStep(build(config), plan, batches[0]).run(batches), reference)

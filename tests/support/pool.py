@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import moecompile as mc
 from moecompile.mesh import Mesh
+from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.runtime.launcher import RankPool
 from tests.support.models import Config, build
@@ -66,6 +68,7 @@ class Part:
 
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    cuts: dict[str, tuple[str, Shard]] = field(default_factory=dict)
 
 
 def train(rank: int, job: Job, batches: list[Batch]) -> Part:
@@ -79,14 +82,25 @@ def train(rank: int, job: Job, batches: list[Batch]) -> Part:
             out["loss"].backward()
             grads = held_grads(model)
             norm = _clip(model, job)
-            outputs = {name: value.detach() for name, value in out.items() if name != "loss"}
+            outputs = {name: of_data_rank(value) for name, value in out.items() if name != "loss"}
             part.steps.append(Step(out["loss"].detach(), outputs, grads, norm))
             stepper.step()
             stepper.zero_grad()
             if at == 0 and job.forbid:
                 forbid_forward(model.plain)
-        part.weights = held_weights(model)
+        part.weights, part.cuts = held_weights(model), cuts(model)
     return part
+
+
+def of_data_rank(value: Tensor) -> Tensor:
+    """An output for this rank's batch, plain: collective over tp and cp where it is cut there."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def cuts(model: Any) -> dict[str, tuple[str, Shard]]:
+    """How parameters are cut within a tensor, by axis; experts that are parameters of their own are not."""
+    found = model._state.weights.cuts.items()
+    return {name: (cut.axis, cut.placed) for name, cut in found if cut.owner is None}
 
 
 def _clip(model: Any, job: Job) -> Tensor:
@@ -132,7 +146,7 @@ def gathered(parts: list[Part], reference: Run, plan: Plan) -> Run:
     mesh, run = Mesh(plan), Run()
     for at, expected in enumerate(reference.steps):
         steps = [part.steps[at] for part in parts]
-        grads = _whole([step.grads for step in steps], expected.grads, mesh, f"gradient of step {at}, ")
+        grads = _whole([step.grads for step in steps], expected.grads, mesh, f"gradient of step {at}, ", parts[0].cuts)
         outputs = {
             name: assemble_output(name, [step.outputs[name] for step in steps], value.shape, mesh)
             for name, value in expected.outputs.items()
@@ -140,11 +154,20 @@ def gathered(parts: list[Part], reference: Run, plan: Plan) -> Run:
         loss = assemble_output("loss", [step.loss for step in steps], expected.loss.shape, mesh)
         norm = assemble_output("norm", [step.norm for step in steps], expected.norm.shape, mesh)
         run.steps.append(Step(loss, outputs, grads, norm))
-    run.weights = _whole([part.weights for part in parts], reference.weights, mesh, "weight ")
+    run.weights = _whole([part.weights for part in parts], reference.weights, mesh, "weight ", parts[0].cuts)
     return run
 
 
-def _whole(held: list[dict[str, Tensor]], like: dict[str, Tensor], mesh: Mesh, what: str) -> dict[str, Tensor]:
+def _whole(
+    held: list[dict[str, Tensor]],
+    like: dict[str, Tensor],
+    mesh: Mesh,
+    what: str,
+    cut: dict[str, tuple[str, Shard]],
+) -> dict[str, Tensor]:
     names = {frozenset(item) for item in held} | {frozenset(like)}
     assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
-    return {name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh) for name in like}
+    return {
+        name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh, *cut.get(name, ("ep",)))
+        for name in like
+    }

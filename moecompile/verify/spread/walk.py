@@ -1,0 +1,247 @@
+"""The walk over a program: readings of every value on every digit, and what the outputs have to be."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import meta
+from ...pass_base import Fact
+from ...placement.types import Partial, Placement, Shard
+from ...program import Input, InputKind, Output, OutputKind, Program
+from ..report import fault
+from .call import Call, flat
+from .digits import Digits, digits_of
+from .readings import FILLED, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut
+from .table import name_of, rule_of
+
+# what a value may be on all digits at once
+Value = tuple[tuple[Reading, ...], ...]
+_MOST = 64  # ways of reading a value; beyond, it counts as not known
+_DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
+
+
+@dataclass
+class Coverage:
+    """What a check could not decide: ops without a rule, by name, and outputs that depend on them.
+
+    ``checked`` is False where the meshes of the plan have no digits in common.
+    """
+
+    checked: bool = True
+    unknown_ops: Counter[str] = field(default_factory=Counter)
+    unproved: list[str] = field(default_factory=list)
+
+
+def check_spread(program: Program) -> Coverage:
+    """Raise a VerifyError at the first value that is not what its ops need, or at an output that is not what it should be."""
+    digits = digits_of(program.mesh)
+    if digits is None:
+        return Coverage(checked=False)
+    if not digits.sizes or any(item.kind is InputKind.TANGENT for item in program.inputs):
+        return Coverage()
+    walk = _Walk(program, digits)
+    walk.run()
+    return walk.coverage
+
+
+class _Walk:
+    def __init__(self, program: Program, digits: Digits) -> None:
+        self.program, self.digits, self.coverage = program, digits, Coverage()
+        self.shapes = _shapes(program)
+        self.values: dict[Node, Value] = {}
+        self.items: dict[Node, list[Value]] = {}
+        self.offsets = {node.name for node, item in program.items() if item.kind is InputKind.OFFSET and item.stride}
+
+    def run(self) -> None:
+        for node, item in self.program.items():
+            self.values[node] = (self._input(item),)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._visit(node)
+        self._outputs()
+
+    # -- the interface ---------------------------------------------------------------------------------------------------
+    def _placed(self, placements: Mapping[str, Placement]) -> tuple[Reading, ...]:
+        found = [SAME] * len(self.digits.sizes)
+        for axis, placed in placements.items():
+            for digit in self.digits.axis(axis):
+                if isinstance(placed, Shard):
+                    found[digit] = UNKNOWN if placed.rows else cut(placed.dim, placed.outer)
+                elif isinstance(placed, Partial):
+                    found[digit] = SUM
+        return tuple(found)
+
+    def _input(self, item: Input) -> tuple[Reading, ...]:
+        if item.kind is not InputKind.OFFSET:
+            return self._placed(dict(item.placements))
+        mine = self.digits.axis(item.axis) if item.stride else ()
+        offset = Reading(Kind.OFFSET, item.stride, tag=item.axis)
+        return tuple(offset if at in mine else SAME for at in range(len(self.digits.sizes)))
+
+    def _outputs(self) -> None:
+        inputs = {item.name: item for item in self.program.inputs}
+        for node, item in zip(self.program.output_nodes(), self.program.outputs, strict=True):
+            if not isinstance(node, Node) or node not in self.values or item.kind is OutputKind.SAVED:
+                continue
+            wanted = self._wanted(item, inputs)
+            ways = self.values[node]
+            if any(all(_is(reading, due) for reading, due in zip(way, wanted, strict=True)) for way in ways):
+                if all(Kind.UNKNOWN in {reading.kind for reading in way} for way in ways):
+                    self.coverage.unproved.append(f"{item.kind.value} {item.name}")
+                continue
+            at = next(at for at, due in enumerate(wanted) if not _is(ways[0][at], due))
+            what = (
+                f"the gradient of {item.name}"
+                if item.kind is OutputKind.GRAD
+                else f"an output ({item.kind.value} {item.name})".rstrip()
+            )
+            raise fault(node, f"is {what} and on {self.digits.names[at]} {ways[0][at]}, where it must be {wanted[at]}")
+
+    def _wanted(self, item: Output, inputs: Mapping[str, Input]) -> tuple[Reading, ...]:
+        """A gradient is cut as its parameter is; elsewhere it is whole, or this rank's share before it is reduced."""
+        if item.kind is not OutputKind.GRAD:
+            return self._placed(dict(item.placements))
+        whole = SAME if Fact.GRADS_SYNCED in self.program.facts else SUM
+        placed = self._placed(dict(inputs[item.name].placements))
+        return tuple(reading if reading.kind is Kind.CUT else whole for reading in placed)
+
+    # -- one call --------------------------------------------------------------------------------------------------------
+    def _visit(self, node: Node) -> None:
+        found = node.meta.get("val")
+        if node.target is operator.getitem:
+            source, index = node.args
+            if source in self.items:
+                self.values[node] = self.items[source][index]  # type: ignore[index]
+            return
+        if not isinstance(found, (torch.Tensor, tuple, list)):
+            return  # a number for the host
+        operands = list(
+            dict.fromkeys(
+                item
+                for item in flat((node.args, node.kwargs.values()))
+                if isinstance(item, Node) and item in self.values
+            )
+        )
+        rule = rule_of(node.target)
+        outs = len(found) if isinstance(found, (tuple, list)) else 1
+        made: list[list[tuple[Reading, ...]]] = [[] for _ in range(outs)]
+        if rule is None:
+            self._without_rule(node, operands, made)
+        else:
+            call = Call(node, name_of(node.target), self.shapes, self.digits, offsets=self.offsets)
+            self._ways(call, rule, operands, made)
+        values = [tuple(dict.fromkeys(ways)) for ways in made]
+        values = [ways if len(ways) <= _MOST else (self._nothing(),) for ways in values]
+        if isinstance(found, (tuple, list)):
+            self.items[node] = values
+        else:
+            self.values[node] = values[0]
+
+    def _nothing(self) -> tuple[Reading, ...]:
+        return (UNKNOWN,) * len(self.digits.sizes)
+
+    def _without_rule(self, node: Node, operands: list[Node], made: list[list[tuple[Reading, ...]]]) -> None:
+        """Whole operands give a whole result whatever the op; anything else is not known."""
+        ways = product(*(self.values[item] for item in operands))
+        known = False
+        for way in ways:
+            columns = [{reading.kind for reading in column} for column in zip(*way, strict=True)] if way else []
+            readings = tuple(SAME if kinds <= {Kind.SAME, Kind.ZERO} else UNKNOWN for kinds in columns) or (
+                FILLED,
+            ) * len(self.digits.sizes)
+            known = known or UNKNOWN not in readings
+            for ways_out in made:
+                ways_out.append(readings)
+        if not known:
+            self.coverage.unknown_ops[name_of(node.target)] += 1
+
+    def _ways(self, call: Call, rule: Any, operands: list[Node], made: list[list[tuple[Reading, ...]]]) -> None:
+        """All ways of reading the results, given those of the operands; a VerifyError where there are none."""
+        problem: tuple[int, ConflictError] | None = None
+        known: dict[tuple[Any, ...], Any] = {}
+        sided = call.name.startswith("moe.")  # these look at which digits an axis has
+        for way in product(*(self.values[item] for item in operands)):
+            columns: list[list[Options]] = []
+            for at in range(len(self.digits.sizes)):
+                key = (at if sided else self.digits.sizes[at], *(readings[at] for readings in way))
+                if key not in known:
+                    call.at, call.now = at, {item: readings[at] for item, readings in zip(operands, way, strict=True)}
+                    try:
+                        known[key] = rule(call)
+                    except ConflictError as error:
+                        known[key] = error
+                found = known[key]
+                if isinstance(found, ConflictError):
+                    problem = problem or (at, found)
+                    break
+                columns.append(found if isinstance(found, list) else [found])
+            else:
+                for index, ways_out in enumerate(made):
+                    for option in product(*(column[index] for column in columns)):
+                        ways_out += self._shares(call, option)
+        if problem is not None and not all(made):
+            at, error = problem
+            raise fault(call.node, f"{error}, on {self.digits.names[at]}")
+
+    def _shares(self, call: Call, option: tuple[Reading, ...]) -> Iterator[tuple[Reading, ...]]:
+        """A whole value divided by a number of ranks may be this rank's share of it."""
+        yield option
+        if call.name not in _DIVISIONS:
+            return
+        by = call["other"]
+        if not isinstance(by, int) or by < 2:
+            return
+        free = [at for at, reading in enumerate(option) if reading.kind in (Kind.SAME, Kind.MEAN)]
+        for count in range(1, len(free) + 1):
+            for chosen in combinations(free, count):
+                if math.prod(self.digits.sizes[at] for at in chosen) == by:
+                    yield tuple(SUM if at in chosen else reading for at, reading in enumerate(option))
+
+
+def _is(reading: Reading, due: Reading) -> bool:
+    """Whether a result may be called what it should be."""
+    if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or due.kind is Kind.UNKNOWN:
+        return True
+    if due.kind is Kind.SUM:
+        return reading == SUM or reading.kind is Kind.COUNTS
+    if due.kind is Kind.CUT:
+        return reading == due or (reading.kind is Kind.SAME and bool(reading.dim >> due.dim & 1))
+    return reading.kind is due.kind
+
+
+def _shapes(program: Program) -> dict[Node, Any]:
+    """Shapes as numbers: every size that is known only at run time is a large prime of its own."""
+    symbols: dict[Any, int] = {}
+
+    def number(size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        for symbol in expression.free_symbols:
+            symbols.setdefault(symbol, _prime(len(symbols)))
+        return int(expression.subs(symbols))
+
+    def shape(found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            return tuple(map(number, found.shape))
+        return [shape(item) for item in found] if isinstance(found, (tuple, list)) else ()
+
+    return {node: shape(meta.value(node)) for node in program.graph.nodes if "val" in node.meta}
+
+
+def _prime(index: int) -> int:
+    """One of the primes above a million, which no product of a model's sizes is likely to hold."""
+    found, number = -1, 1_000_000
+    while found < index:
+        number += 1
+        found += all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+    return number
