@@ -1,12 +1,14 @@
-"""A tensor that is whole on the ranks of one mesh coordinate and absent on the others.
+"""Tensors of a global shape of which a rank holds a part that DTensor cannot describe.
 
-An expert that is a module of its own lives on one expert-parallel rank (and that rank's replicas). DTensor cannot say that: a
-mesh of the owners alone would answer ``full_tensor()`` with nothing on all other ranks. This type has the global shape
-everywhere, speaks the protocol of ``torch.distributed.checkpoint``, which saves it once, and broadcasts itself on request.
+An expert that is a module of its own lives on one expert-parallel rank (and that rank's replicas): a mesh of the owners alone would
+answer ``full_tensor()`` with nothing on all other ranks. A weight that holds several projections side by side is cut in each of
+them: its part is no block of the whole, and ``torch.distributed.checkpoint`` takes a DTensor's part for one. Both types have the
+global shape everywhere, speak the protocol of ``torch.distributed.checkpoint``, and put the whole together on request.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,46 +18,48 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .compat import no_torch_function, resolve_process_group, wrapper_tensor
+from .compat import all_gather_single, no_torch_function, resolve_process_group, wrapper_tensor
+from .placement.types import Shard
+from .weights import part_of, put_together
 
 aten = torch.ops.aten
 
 
-class OwnedTensor(Tensor):
+class PartTensor(Tensor):
     """Global shape, ``to_local()`` (None where absent), ``full_tensor()``; anything that computes is refused.
 
-    ``group`` names the process group with one rank of each coordinate in order; ``owner`` is the coordinate with the data.
+    ``_place`` says where the data lies; it ends in the name of a process group with one rank of each coordinate, in order.
     """
 
     _local: Tensor | None
-    _owner: int
-    _group: str
+    _place: tuple[Any, ...]
 
-    @staticmethod
-    def __new__(cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str) -> OwnedTensor:
-        made: OwnedTensor = wrapper_tensor(cls, shape, like)
-        made._local, made._owner, made._group = local, owner, group
-        return made
+    @classmethod
+    def made(cls, local: Tensor | None, shape: Sequence[int], like: Tensor, place: tuple[Any, ...]) -> PartTensor:
+        """``local`` as the part of a tensor of that shape, with type and device of ``like``."""
+        found: PartTensor = wrapper_tensor(cls, shape, like)
+        found._local, found._place = local, place
+        return found
 
     def to_local(self) -> Tensor | None:
         """The data on a rank that holds it, sharing memory with the parameter; None elsewhere."""
         return self._local
 
+    @abc.abstractmethod
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole, on every rank of the group; collective."""
-        local = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self._local is None else self._local
-        whole = local.detach().clone(memory_format=torch.contiguous_format)
-        group = resolve_process_group(self._group)
-        dist.broadcast(whole, dist.get_global_rank(group, self._owner), group)
-        return whole
 
-    def placed_as(self, owner: int, group: str) -> bool:
-        """Whether the data lies where that owner of that group would hold it."""
-        return self._owner == owner and self._group == group
+    @abc.abstractmethod
+    def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The blocks of the whole that this rank holds, each with where it begins."""
+
+    def placed_as(self, *place: Any) -> bool:
+        """Whether the data lies where that place would have it."""
+        return self._place == place
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        place = "absent here" if self._local is None else f"here: {self._local}"
-        return f"OwnedTensor(shape={tuple(self.shape)}, owner={self._owner}, {place})"
+        held = "absent here" if self._local is None else f"here: {self._local}"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, place={self._place[:-1]}, {held})"
 
     __torch_function__ = no_torch_function
 
@@ -65,58 +69,122 @@ class OwnedTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         source = args[0]
-        if func in _COPIES and isinstance(source, OwnedTensor):
+        if func in _COPIES and isinstance(source, PartTensor):
             local = None if source._local is None else func(source._local, *args[1:], **kwargs)
             like = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
-            return OwnedTensor(local, source.shape, like, source._owner, source._group)
+            return source.made(local, source.shape, like, source._place)
         if func is aten.new_empty.default and tuple(args[1]) == tuple(source.shape):
             # staging for an asynchronous checkpoint fills the attributes in afterwards
             like = torch.empty(0, dtype=source.dtype, device=kwargs.get("device", source.device))
-            return OwnedTensor(None, source.shape, like, source._owner, source._group)
-        if func is aten.copy_.default and isinstance(source, OwnedTensor):
-            value = args[1]._local if isinstance(args[1], OwnedTensor) else args[1]
-            if source._local is None:
-                return source
-            if value is not None:
+            return source.made(None, source.shape, like, source._place)
+        if func is aten.copy_.default and isinstance(source, PartTensor):
+            value = args[1]
+            if isinstance(value, PartTensor) and not value.placed_as(*source._place):
+                raise RuntimeError(f"{value!r} lies otherwise than {source!r}; copy its full_tensor().")
+            value = value._local if isinstance(value, PartTensor) else source._part_of(value)
+            if source._local is not None and value is not None:
                 source._local.copy_(value)
-                return source
+            return source
         raise RuntimeError(
-            f"{func} was called on a tensor that only the ranks of expert coordinate {getattr(source, '_owner', '?')} hold; "
-            "call its full_tensor(), or use moecompile.full_state_dict(model)."
+            f"{func} was called on a tensor of which a rank holds a part ({source!r}); call its full_tensor(), or use "
+            "moecompile.full_state_dict(model)."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTensor:
+    @abc.abstractmethod
+    def _part_of(self, whole: Tensor) -> Tensor | None:
+        """This rank's part of a whole plain tensor."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartTensor:
         local = None if self._local is None else self._local.detach().clone()
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        made = OwnedTensor(local, self.shape, like, self._owner, self._group)
+        made = self.made(local, self.shape, torch.empty(0, dtype=self.dtype, device=self.device), self._place)
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a rank's state_dict() holds its own experts only, and one pickled file of it would miss the others; save it with "
+            "a rank's state_dict() holds its own experts and parts only, and one pickled file of it would miss the others; save it with "
             "torch.distributed.checkpoint.save, or torch.save(moecompile.full_state_dict(model))."
         )
 
     # -- the protocol of torch.distributed.checkpoint ----------------------------------------------------------------
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)
-
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if self._local is None:
-            return []
-        data = TensorWriteData(
-            chunk=self._chunk(), properties=TensorProperties.create_from_tensor(self._local), size=self.shape
-        )
-        return [WriteItem(index=MetadataIndex(fqn, self._chunk().offsets), type=WriteItemType.SHARD, tensor_data=data)]
+        items = []
+        for offsets, part in self._chunks():
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape),
+                properties=TensorProperties.create_from_tensor(part),
+                size=self.shape,
+            )
+            index = MetadataIndex(fqn, torch.Size(offsets))
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [] if self._local is None else [self._chunk()]
+        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape) for offsets, part in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, part in self._chunks():
+            if index.offset is None or tuple(index.offset) == offsets:
+                return part
+        raise ValueError(
+            f"{index.fqn} from {index.offset} on is not held by this rank; only its owner reads and writes it."
+        )
+
+
+class OwnedTensor(PartTensor):
+    """Whole on the ranks of coordinate ``owner`` and absent on the others."""
+
+    @classmethod
+    def of(cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str) -> PartTensor:
+        return cls.made(local, shape, like, (owner, group))
+
+    def full_tensor(self) -> Tensor:
+        """A plain copy of the whole, on every rank of the group; collective."""
+        owner, name = self._place
+        local = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self._local is None else self._local
+        whole = local.detach().clone(memory_format=torch.contiguous_format)
+        group = resolve_process_group(name)
+        dist.broadcast(whole, dist.get_global_rank(group, owner), group)
+        return whole
+
+    def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        return [] if self._local is None else [((0,) * self.dim(), self._local)]
+
+    def _part_of(self, whole: Tensor) -> Tensor | None:
+        return None if self._local is None else whole
+
+
+class StripedTensor(PartTensor):
+    """Dim ``placed.dim`` holds ``placed.outer`` projections side by side, of each of which a rank has its part."""
+
+    @classmethod
+    def of(cls, local: Tensor, shape: Sequence[int], placed: Shard, index: int, ranks: int, group: str) -> PartTensor:
+        """``local`` of the rank with that ``index`` of so many."""
+        return cls.made(local, shape, local, (placed, index, ranks, group))
+
+    def full_tensor(self) -> Tensor:
+        """A plain copy of the whole, on every rank of the group; collective."""
+        placed, _, ranks, name = self._place
+        assert self._local is not None
+        local = self._local.detach().contiguous()
+        found = local.new_empty((ranks, *local.shape))
+        all_gather_single(found.flatten(0, 1), local, group=resolve_process_group(name))
+        return put_together(found.unbind(0), placed).contiguous()
+
+    def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
         if self._local is None:
-            raise ValueError(f"{index.fqn} is not held by this rank; only its owner reads and writes it.")
-        return self._local
+            return []
+        placed, index, ranks, _ = self._place
+        found = []
+        for stripe, part in enumerate(self._local.chunk(placed.outer, placed.dim)):
+            offsets = [0] * self.dim()
+            offsets[placed.dim] = (stripe * ranks + index) * part.shape[placed.dim]
+            found.append((tuple(offsets), part))
+        return found
+
+    def _part_of(self, whole: Tensor) -> Tensor | None:
+        placed, index, ranks, _ = self._place
+        return part_of(whole, placed, ranks, index)
 
 
 _COPIES = {

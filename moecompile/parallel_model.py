@@ -104,7 +104,7 @@ class ParallelModel(nn.Module):
 
     # -- state ---------------------------------------------------------------------------------------------------------
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain model's names and global shapes; experts that are cut are DTensors or `OwnedTensor`s on every rank.
+        """The plain model's names and global shapes; what is cut is a DTensor, or a `PartTensor` where that cannot say how it lies.
 
         ``torch.distributed.checkpoint`` saves and loads it under any plan; `moecompile.full_state_dict` makes it plain.
         """

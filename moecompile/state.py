@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from .compat import StridedShard, all_gather_single, tree_flatten
+from .compat import all_gather_single, tree_flatten
 from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
-from .owned import OwnedTensor
+from .owned import OwnedTensor, PartTensor, StripedTensor
+from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .weights import Cut, Weights, part_of
@@ -43,7 +44,8 @@ class State:
     def spread(self, name: str, local: Tensor) -> Tensor:
         """What this rank holds of ``name`` (the weight itself, its gradient or moments) as a tensor of the global shape.
 
-        A weight that is not cut stays a plain tensor; a stack of experts becomes a DTensor; an expert of its own an OwnedTensor.
+        A weight that is not cut stays a plain tensor, one that is cut in blocks becomes a DTensor, one that is cut in stripes a
+        StripedTensor, an expert of its own an OwnedTensor.
         """
         cut = self.weights.cut_of(name)
         if cut is None:
@@ -51,7 +53,9 @@ class State:
         local = local.detach()
         if cut.owner is not None:
             held = local if self.weights.is_local(cut) else None
-            return OwnedTensor(held, cut.shape, local, cut.owner, self.groups.group_name(cut.axis))
+            return OwnedTensor.of(held, cut.shape, local, cut.owner, self.groups.group_name(cut.axis))
+        if cut.stripes > 1:
+            return StripedTensor.of(local, cut.shape, *self._stripes(cut))
         mesh = self._device_mesh(cut.axis, local.device.type)
         stride = torch.empty(cut.shape, device="meta").stride()
         placements = self._placements(cut)
@@ -65,10 +69,12 @@ class State:
                 found[prefix + name] = self.spread(name, value)
 
     def _placements(self, cut: Cut) -> list[Replicate | Shard]:
-        replicas = [Replicate()] if self._replicated(cut.axis) else []
-        dim, stripes = cut.placed.dim, cut.stripes
-        own: Shard = Shard(dim) if stripes == 1 else StridedShard(dim, split_factor=stripes)  # type: ignore[assignment]
-        return [*replicas, own]
+        return [*([Replicate()] if self._replicated(cut.axis) else []), Shard(cut.placed.dim)]
+
+    def _stripes(self, cut: Cut) -> tuple[Striped, int, int, str]:
+        """Where this rank's part of a weight that is cut in stripes lies."""
+        index, ranks = self.weights.mesh.axis_index(cut.axis, self.groups.rank), self.groups.size(cut.axis)
+        return cut.placed, index, ranks, self.groups.group_name(cut.axis)
 
     def _replicated(self, axis: str) -> bool:
         return self.groups.size(_replicas(axis)) > 1
@@ -135,10 +141,13 @@ class State:
                 else torch.empty(0, dtype=value.dtype, device=value.device)
             )
             return local if value.placed_as(owner, self.groups.group_name(cut.axis)) else None
+        if isinstance(value, StripedTensor) and cut is not None and cut.stripes > 1:
+            return value.to_local() if value.placed_as(*self._stripes(cut)) else None
         if isinstance(value, DTensor):
             _check_own(value)
             same = cut is not None and value.device_mesh == self._meshes.get((cut.axis, value.device.type))
-            if same and cut is not None and cut.owner is None and list(value.placements) == self._placements(cut):
+            plain = cut is not None and cut.owner is None and cut.stripes == 1
+            if same and plain and cut is not None and list(value.placements) == self._placements(cut):
                 return value.to_local()
         return None
 
@@ -223,7 +232,7 @@ def full_gradients(state: State) -> dict[str, Tensor | None]:
 
 def whole(value: Tensor) -> Tensor:
     """A plain tensor with all of a value: itself for a plain one, gathered (collective) for one spread over ranks."""
-    if isinstance(value, OwnedTensor):
+    if isinstance(value, PartTensor):
         return value.full_tensor()
     if isinstance(value, DTensor):
         _check_own(value)

@@ -58,7 +58,15 @@ class Carried:
     module: nn.Module
     name: str
     before: Any
+    after: Any
     line: str
+    said: str  # both values as text
+
+    def put(self, value: Any) -> None:
+        if value is _ABSENT:
+            vars(self.module).pop(self.name, None)
+        else:
+            vars(self.module)[self.name] = value
 
 
 class Attributes:
@@ -72,9 +80,11 @@ class Attributes:
         self._written: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._lines: dict[tuple[int, str], str] = {}
         self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, str]]] = []
+        self.carried: list[Carried] = []
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Remember the values that the forward finds."""
+        self._plain.clear()
         for module in modules:
             values = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
             self._plain.append((module, values, {name: _text(value) for name, value in values.items()}))
@@ -93,17 +103,17 @@ class Attributes:
         """Whether the forward wrote the attribute before it read it."""
         return (id(module), name) in self._written
 
-    def carried(self) -> list[Carried]:
-        """Attributes without tensors that do not hold what they held before, apart from those of the call alone."""
-        found = []
-        for module, _, texts in self._plain:
+    def end(self) -> None:
+        """See what the forward left: `carried` are attributes without tensors that do not hold what they held before."""
+        self.carried = []
+        for module, values, texts in self._plain:
             for name, value in vars(module).items():
                 if name in _INTERNAL or self.is_local(module, name) or _holds_tensor(value):
                     continue
                 if _text(value) != texts.get(name, ""):
                     line = self._lines.get((id(module), name)) or forward_line(module)
-                    found.append(Carried(module, name, texts.get(name, "nothing"), line))
-        return found
+                    said = f"from {texts.get(name, 'nothing')} to {_text(value)}"
+                    self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said))
 
     def forget(self) -> None:
         """Put a `Forgotten` wherever a tensor of the trace was assigned."""
@@ -118,19 +128,15 @@ class Attributes:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before
-        for item in self.carried():
-            values = next(values for module, values, _ in self._plain if module is item.module)
-            if item.name in values:
-                vars(item.module)[item.name] = values[item.name]
-            else:
-                vars(item.module).pop(item.name, None)
+        for item in self.carried:
+            item.put(item.before)
 
 
 def refuse_carried(root: nn.Module, item: Carried) -> None:
     """`CaptureError` for state that a captured program would not carry to the next call."""
     raise CaptureError(
-        f"{item.line}: the forward changes attribute {item.name!r} of {module_name(root, item.module)} (from {item.before} to "
-        f"{_text(vars(item.module).get(item.name))}), and a captured program repeats one call; keep such state outside "
+        f"{item.line}: the forward changes attribute {item.name!r} of {module_name(root, item.module)} ({item.said}), "
+        f"and a captured program repeats one call; keep such state outside "
         f"forward, or hand it in as an argument."
     )
 

@@ -82,16 +82,20 @@ def capture_model(
     names = first_names(model)
     traced = functools.partial(_traced, model, leaves, in_spec, mode, loss_fn, shapes or {})
     program, results = traced()
-    changed = results.attributes.carried()
+    changed = results.attributes.carried
     if changed:  # what the forward remembers has to be settled, and must not show in the graph
+        for item in changed:
+            item.put(item.after)  # export may have put it back
         try:
             again, later = traced()
-            moved = later.attributes.carried() or (changed if _text(again) != _text(program) else [])
+            moved = later.attributes.carried or (changed if _text(again) != _text(program) else [])
             if moved:
                 refuse_carried(model, moved[0])
         except BaseException:
             results.attributes.restore()
             raise
+        for item in changed:
+            item.put(item.before)
     results.attributes.forget()
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
     return lifter.finish(type(model).__name__, results, in_spec)

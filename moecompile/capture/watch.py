@@ -192,6 +192,7 @@ def watched(root: nn.Module, inputs: list[torch.Tensor], attributes: Attributes)
         _MutationWatch(_owners(root, inputs)),
     ):
         yield
+    attributes.end()
     for module in root.modules():
         for name, tensor in _held_tensors(module):
             if id(tensor) not in before and not attributes.is_local(module, name):

@@ -12,11 +12,11 @@ from rich.console import Console
 from moecompile.errors import MoeCompileError
 from moecompile.runtime.launcher import RankError
 
-from . import demo, inspect_model, list_passes, verify_model
+from . import demo, inspect_model, list_passes, report, verify_model
 
 INTERRUPTED = 130
 FAILED = 2
-_COMMANDS = (demo, inspect_model, list_passes, verify_model)
+_COMMANDS = (demo, inspect_model, list_passes, verify_model, report)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ class Setup:
             return True
         if rowwise.is_linear(node) and any(item in self.static for item in rowwise.tensor_inputs(node)):
             return True
-        if node in self.inner or node in self.static or node.target in _MADE or not meta.is_tensor(node):
+        if node in self.inner or node in self.static or _is_made(node) or not meta.is_tensor(node):
             return False
         return meta.tensor(node).is_floating_point()
 
@@ -129,6 +129,13 @@ _EMPTY = frozenset(
         aten.new_empty_strided.default,
     }
 )
+
+
+def _is_made(node: Node) -> bool:
+    """Whether a value is filled with a number, whatever it is shaped like, or a view of such a value."""
+    while node.target in rowwise.RESHAPES | rowwise.AXES and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.target in _MADE
 
 
 def _resolved(item: Any, values: Mapping[Node, Any]) -> Any:

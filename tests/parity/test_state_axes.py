@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moecompile as mc
+from moecompile.parallel_model import ParallelModel
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from tests.support.models import Config, TinyMoe, build, tokens
@@ -72,7 +73,7 @@ class Run:
         for index in at:
             loss = self.model(**slice_for(BATCHES[index], self.plan, self.rank))["loss"]
             loss.backward()
-            clip = mc.clip_grad_norm_ if isinstance(self.model, mc.parallel_model.ParallelModel) else plain_clip
+            clip = mc.clip_grad_norm_ if isinstance(self.model, ParallelModel) else plain_clip
             clip(self.model, 0.5)
             self.stepper.step()
             self.stepper.zero_grad()

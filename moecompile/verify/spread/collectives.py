@@ -25,7 +25,9 @@ def _all_reduce(call: Call) -> Options:
     source, op = call["x"], call["op"]
     reading = plain(call.of(source))
     if not call.within(call["axis"]):
-        if (op == "sum" and reading.kind not in _PASSES_A_SUM) or (op != "sum" and reading.kind in (Kind.SUM, Kind.MEAN)):
+        if (op == "sum" and reading.kind not in _PASSES_A_SUM) or (
+            op != "sum" and reading.kind in (Kind.SUM, Kind.MEAN)
+        ):
             raise ConflictError(f"takes the {op} over {call['axis']} of {source.name}, which is {reading} elsewhere")
         return only(reading if op == "sum" or reading.kind is not Kind.SAME else SAME)
     if reading.kind in (Kind.UNKNOWN, Kind.ZERO):

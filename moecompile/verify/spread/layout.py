@@ -44,12 +44,10 @@ def reshaped(old: Shape, new: Shape, reading: Reading) -> Options:
         return (reading._replace(dim=_equal_dims(old, new, reading.dim)),)
     if reading.kind is not Kind.CUT:
         return (reading,)
-    if len(new) > reading.dim and tuple(old[: reading.dim + 1]) == tuple(new[: reading.dim + 1]):
-        return (reading,)
-    behind = len(old) - reading.dim
-    if len(new) >= behind and tuple(old[-behind:]) == tuple(new[-behind:]) and old[reading.dim] > reading.outer:
-        return (reading._replace(dim=len(new) - behind),)
-    return locate(new, before(old, reading), old[reading.dim] // reading.outer)
+    found = locate(new, before(old, reading), old[reading.dim] // reading.outer)
+    if len(found) > 1 and reading in found and tuple(old[: reading.dim + 1]) == tuple(new[: reading.dim + 1]):
+        return (reading, *(other for other in found if other != reading))
+    return found
 
 
 def _equal_dims(old: Shape, new: Shape, bits: int) -> int:

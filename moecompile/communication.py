@@ -1,0 +1,78 @@
+"""What one rank sends in a step: by mesh axis, direction and collective, read off a program.
+
+Bytes on the wire per rank are those of the usual ring and pairwise algorithms over n ranks: an all-reduce of b bytes sends
+``2 (n-1)/n b``, a reduce-scatter ``(n-1)/n b``, an all-gather of parts of b bytes ``(n-1) b``. An exchange of rows sends
+``(n-1)/n`` of them where routing is balanced; its rows are those of the side whose number is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch.fx import Node
+
+from . import meta, ops
+from .ops import AXIS_ARGUMENT
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """``calls`` collectives of one kind over one axis in one direction of a step, and the bytes a rank sends in them."""
+
+    axis: str
+    ranks: int
+    direction: str
+    op: str
+    calls: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.axis} ({self.ranks} ranks) {self.direction}: {self.calls} x {self.op}, {self.bytes:,} B"
+
+
+def communication(program: Program) -> list[Traffic]:
+    """All collectives of a program, in order of axis, direction and op; those over one rank cost nothing and are left out."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for node in program.graph.nodes:
+        if node.target not in AXIS_ARGUMENT:
+            continue
+        axis = str(node.args[AXIS_ARGUMENT[node.target]])
+        ranks = program.mesh.size(axis)
+        if ranks > 1:
+            row = found.setdefault((axis, meta.direction(node).value, _name(node.target)), [0, 0])
+            row[0] += 1
+            row[1] += _sent(node, ranks)
+    return [
+        Traffic(axis, program.mesh.size(axis), direction, op, calls, sent)
+        for (axis, direction, op), (calls, sent) in sorted(found.items(), key=_order)
+    ]
+
+
+def _order(item: tuple[tuple[str, str, str], list[int]]) -> tuple[str, bool, str]:
+    (axis, direction, op), _ = item
+    return axis, direction == "backward", op
+
+
+def _name(target: Any) -> str:
+    return str(target.name()).split("::")[1].split(".")[0]
+
+
+def _sent(node: Node, ranks: int) -> int:
+    share = Fraction(ranks - 1, ranks)
+    factor = {ops.all_reduce: 2 * share, ops.all_gather: Fraction(ranks - 1)}.get(node.target, share)
+    return int(factor * _known_bytes(node))
+
+
+def _known_bytes(node: Node) -> int:
+    """Bytes of the operand, or of the result where only that has a known size."""
+    source = node.args[0]
+    for value in (source, node):
+        if isinstance(value, Node) and meta.is_tensor(value):
+            found = meta.tensor(value)
+            size = found.numel() * found.element_size()
+            if isinstance(size, int):
+                return size
+    return 0
