@@ -3,13 +3,13 @@
 A router that stores its loss in ``self.aux_loss`` for the model to add up is captured as it is.  After the call the
 tensor does not exist: the program returns what the model returns.  So that nobody reads a stale value, the attribute
 then holds a `Forgotten`, which raises when it is used.  A forward that reads such an attribute before it writes it
-carries state from call to call and is refused; so is one that counts its calls, or remembers numbers otherwise, unless
-they have settled after one call and leave the graph as it is (a length that is cached).
+carries state from call to call and is refused; so is one that uses a number which it changes itself, unless that has
+settled after one call and leaves the graph as it is (a length that is cached).  Counting calls alone is fine.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,7 @@ class Carried:
     after: Any
     line: str
     said: str  # both values as text
+    used: bool  # read more often than written: a counter that is only counted up is not
 
     def put(self, value: Any) -> None:
         if value is _ABSENT:
@@ -76,7 +77,8 @@ class Attributes:
     """
 
     def __init__(self) -> None:
-        self._read: set[tuple[int, str]] = set()
+        self._read: Counter[tuple[int, str]] = Counter()
+        self._wrote: Counter[tuple[int, str]] = Counter()
         self._written: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._lines: dict[tuple[int, str], str] = {}
         self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, str]]] = []
@@ -85,17 +87,20 @@ class Attributes:
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Remember the values that the forward finds."""
         self._plain.clear()
+        self._read.clear()
+        self._wrote.clear()
         for module in modules:
             values = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
             self._plain.append((module, values, {name: _text(value) for name, value in values.items()}))
 
     def read(self, module: nn.Module, name: str) -> None:
         if name not in _INTERNAL and not name.startswith("__"):
-            self._read.add((id(module), name))
+            self._read[id(module), name] += 1
 
     def write(self, module: nn.Module, name: str, line: str) -> None:
         """Note an assignment; the first one of this forward only counts if nothing was read before."""
         self._lines[id(module), name] = line
+        self._wrote[id(module), name] += 1
         if (id(module), name) not in self._read:
             self._written.setdefault((id(module), name), (module, line, vars(module).get(name, _ABSENT)))
 
@@ -113,7 +118,8 @@ class Attributes:
                 if _text(value) != texts.get(name, ""):
                     line = self._lines.get((id(module), name)) or forward_line(module)
                     said = f"from {texts.get(name, 'nothing')} to {_text(value)}"
-                    self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said))
+                    used = self._read[id(module), name] > self._wrote[id(module), name]
+                    self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said, used))
 
     def forget(self) -> None:
         """Put a `Forgotten` wherever a tensor of the trace was assigned."""

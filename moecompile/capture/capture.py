@@ -88,7 +88,8 @@ def capture_model(
             item.put(item.after)  # export may have put it back
         try:
             again, later = traced()
-            moved = later.attributes.carried or (changed if _text(again) != _text(program) else [])
+            moved = [item for item in later.attributes.carried if item.used]
+            moved = moved or (changed if _text(again) != _text(program) else [])
             if moved:
                 refuse_carried(model, moved[0])
         except BaseException:
