@@ -62,7 +62,11 @@ def _name(target: Any) -> str:
 
 def _sent(node: Node, ranks: int) -> int:
     share = Fraction(ranks - 1, ranks)
-    factor = {ops.all_reduce: 2 * share, ops.all_gather: Fraction(ranks - 1)}.get(node.target, share)
+    factor = share
+    if node.target is ops.all_reduce:
+        factor = 2 * share
+    elif node.target is ops.all_gather:
+        factor = Fraction(ranks - 1)
     return int(factor * _known_bytes(node))
 
 

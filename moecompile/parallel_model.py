@@ -166,7 +166,7 @@ class ParallelModel(nn.Module):
         except Exception as found:
             error = found
         if state.control:
-            control.agree(state.groups, signature, error)
+            control.agree(state.groups, signature, error, self._data(args, kwargs))
         elif error is not None:
             raise error
         compiled = state.cache.get(signature)
@@ -176,6 +176,18 @@ class ParallelModel(nn.Module):
             state.warn_about_shapes(args, kwargs)
         state.latest = compiled
         return compiled
+
+    def _data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+        """This rank's data rank, and a digest of its CPU tensors where other ranks have to pass the same ones."""
+        plan, rank = self._state.plan, self._state.groups.rank
+        if plan.num_data_ranks == plan.world_size // plan.pp:
+            return plan.data_rank(rank), 0
+        leaves, _ = tree_flatten((args, kwargs))
+        found = hashlib.blake2b(digest_size=8)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return plan.data_rank(rank), int.from_bytes(found.digest(), "big", signed=True)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""

@@ -21,17 +21,20 @@ _RAISABLE: tuple[type[Exception], ...] = (CaptureError, PassError, PlanError, Ve
 _MAX_TEXT = 4000
 
 
-def agree(groups: ProcessGroups, signature: str, error: Exception | None = None) -> None:
+def agree(
+    groups: ProcessGroups, signature: str, error: Exception | None = None, data: tuple[int, int] = (0, 0)
+) -> None:
     """Return on all ranks if all came with the same signature and no error, else raise on all.
 
+    ``data`` is this rank's data rank and a digest of what it passes: ranks of one data rank must pass the same.
     ``signature`` describes the call, one fact a line, without anything that may differ between ranks.  A rank
     that has an ``error`` raises that error; the others raise one of the same type that names the rank and its
     message.  Different signatures raise CaptureError with the lines that differ.  A rank that does not come
-    is a PeerError after the plan's timeout.  Costs one all-gather of three integers when all is well.
+    is a PeerError after the plan's timeout.  Costs one all-gather of five integers when all is well.
     """
     try:
         group = groups.control
-        texts = None if group is None else _exchange(group, groups.mesh.world_size, signature, error)
+        texts = None if group is None else _exchange(group, groups.mesh.world_size, signature, error, data)
     except RuntimeError as failure:
         if not is_peer_fault(failure):
             raise
@@ -47,16 +50,18 @@ Errors = list[tuple[int, str, str]]
 
 
 def _exchange(
-    group: dist.ProcessGroup, world_size: int, signature: str, error: Exception | None
+    group: dist.ProcessGroup, world_size: int, signature: str, error: Exception | None, passed: tuple[int, int]
 ) -> tuple[Errors, list[str]] | None:
     """None when all agree, else every rank's error (rank, type, message) and every rank's signature."""
     digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=8).digest(), "big", signed=True)
     text = signature if error is None else f"{_type_name(error)}\n{error}"
     data = text.encode()[:_MAX_TEXT]
-    mine = torch.tensor([digest, error is not None, len(data)], dtype=torch.int64)
+    mine = torch.tensor([digest, error is not None, len(data), *passed], dtype=torch.int64)
     heads = _all_gather(group, world_size, mine)
-    digests, flags, lengths = (list(column) for column in zip(*(head.tolist() for head in heads), strict=True))
+    columns = (list(column) for column in zip(*(head.tolist() for head in heads), strict=True))
+    digests, flags, lengths, data_ranks, contents = columns
     if len(set(digests)) == 1 and not any(flags):
+        _check_data(data_ranks, contents)
         return None
     # All ranks see the same heads, so all come here together.
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -69,6 +74,17 @@ def _exchange(
             kind, _, message = texts[rank].partition("\n")
             errors.append((rank, kind, message))
     return errors, texts
+
+
+def _check_data(data_ranks: list[int], contents: list[int]) -> None:
+    """Raise, on all ranks alike, where ranks of one data rank pass other tensors."""
+    for rank, (data_rank, content) in enumerate(zip(data_ranks, contents, strict=True)):
+        first = data_ranks.index(data_rank)
+        if content != contents[first]:
+            raise CaptureError(
+                f"ranks {first} and {rank} pass different tensors, but both are data rank {data_rank}: the ranks of tp and cp compute "
+                f"on one batch together; give every rank the slice number plan.data_rank(rank) of plan.num_data_ranks."
+            )
 
 
 def _all_gather(group: dist.ProcessGroup, world_size: int, mine: torch.Tensor) -> list[torch.Tensor]:

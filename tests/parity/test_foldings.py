@@ -16,14 +16,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import moecompile as mc
 from moecompile import meta, ops
 from moecompile.compilation import Request, compile_call
-from moecompile.errors import PassError
+from moecompile.errors import CaptureError, PassError
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.program import InputKind, Program
 from tests.support.models import Config, build, choose, push_to, tokens
 from tests.support.parity import LockStep, compare, plain
+from tests.support.pool import Ranks
 
 CONFIG = Config("stacked", hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
 
@@ -226,7 +228,12 @@ def test_case_31_router_copies_do_not_drift(plan: Plan) -> None:
     lock_step = LockStep(build(CONFIG), plan, batches[0])
     before = build(CONFIG).state_dict()
     lock_step.run(batches)
-    for fqn in ("layers.0.moe.router.weight", "layers.1.norm_2.weight", "layers.0.moe.shared_gate.weight", "norm.weight"):
+    for fqn in (
+        "layers.0.moe.router.weight",
+        "layers.1.norm_2.weight",
+        "layers.0.moe.shared_gate.weight",
+        "norm.weight",
+    ):
         name = next(item.name for item in lock_step.program.inputs if item.fqns[:1] == (fqn,))
         first, *others = (held[name] for held in lock_step.ranks)
         assert not torch.equal(first, before[fqn])
@@ -265,3 +272,24 @@ def test_drawn_foldings(data: st.DataObject) -> None:
     reference = plain(build(config), batches)
     assume(all(grad.count_nonzero() for step in reference.steps for grad in step.grads.values()))  # no idle expert
     compare(LockStep(build(config), plan, batches[0]).run(batches), reference)
+
+
+# ---- real processes ----------------------------------------------------------------------------------------------------
+
+
+def passes_its_own(rank: int, plan: Plan, seeds: list[int]) -> str:
+    model = mc.parallelize(build(CONFIG), plan)
+    try:
+        return f"{float(model(**tokens(2, 8, seeds[rank]))['loss']):.6f}"
+    except CaptureError as error:
+        return str(error)
+
+
+def test_ranks_of_one_data_rank_that_pass_other_tensors_are_refused(ranks: Ranks) -> None:
+    """Ids of the same shape: nothing but their contents tells."""
+    plan = Plan(dp=1, tp=2)
+    first, second = ranks.run(2, passes_its_own, plan, [3, 3])
+    assert first == second and float(first) > 0
+    for said in ranks.run(2, passes_its_own, plan, [3, 4]):
+        assert "ranks 0 and 1 pass different tensors" in said
+        assert "give every rank the slice number plan.data_rank(rank)" in said

@@ -28,7 +28,8 @@ class Call:
     digits: Digits
     at: int = 0
     now: Mapping[Node, Reading] = field(default_factory=dict)
-    offsets: Set[str] = frozenset()
+    offsets: Set[str] = frozenset()  # names of the inputs that hold this rank's index
+    front: int = -1  # where a view moved the ranks to that stood in front, or took them from
 
     def __post_init__(self) -> None:
         self.args: dict[str, Any] = arguments(self.node)
@@ -195,9 +196,9 @@ def _terms(
         )
         if fits and not (numbers and terms[0].kind is Kind.SUM) and len(set(terms)) == 1:
             return terms[0]
-    elif linear == "one" or (linear == "first" and readings[0].kind in _TERMS):
-        if len(terms) == 1 and all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in others):
-            return ZERO if any(reading.kind is Kind.ZERO for reading in others) else terms[0]
+    passes = linear == "one" or (linear == "first" and readings[0].kind in _TERMS)
+    if passes and len(terms) == 1 and all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in others):
+        return ZERO if any(reading.kind is Kind.ZERO for reading in others) else terms[0]
     raise ConflictError(f"takes {described(readings)}, which it cannot before the ranks' parts are added up")
 
 

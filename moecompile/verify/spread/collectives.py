@@ -47,6 +47,8 @@ def _all_gather(call: Call) -> Options:
     source = call["x"]
     reading = plain(call.of(source))
     if not call.within(call["axis"]):
+        if _is_behind(call, reading):  # the ranks come to stand in front of this cut
+            reading = reading._replace(outer=reading.outer * call.size(call["axis"]))
         return only(UNKNOWN if reading.kind in (Kind.ROWS, Kind.AWAY) else reading)
     if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or (reading.kind is Kind.SAME and is_even(reading, 0)):
         return only(reading)
@@ -58,12 +60,20 @@ def _all_gather(call: Call) -> Options:
     return only(SAME if front == 1 else Reading(Kind.FRONT, outer=front))
 
 
+def _is_behind(call: Call, reading: Reading) -> bool:
+    """Whether a cut of dim 0 lies behind the ranks of the axis, which are more significant."""
+    return reading.kind is Kind.CUT and reading.dim == 0 and call.at > max(call.digits.axis(call["axis"]))
+
+
 def _reduce_scatter(call: Call) -> Options:
     source = call["x"]
     reading = plain(call.of(source))
     if not call.within(call["axis"]):
         if reading.kind not in _PASSES_A_SUM:
             raise ConflictError(f"adds up {source.name} over {call['axis']}, which is {reading} elsewhere")
+        if _is_behind(call, reading):
+            outer, rest = divmod(reading.outer, call.size(call["axis"]))
+            return only(UNKNOWN if rest else reading._replace(outer=outer))
         return only(reading)
     if reading.kind in (Kind.UNKNOWN, Kind.ZERO):
         return only(reading)

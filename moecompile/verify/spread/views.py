@@ -56,6 +56,7 @@ def _ranks_moved(call: Call, reading: Reading, order: Sequence[int | None]) -> O
     at = order.index(0)
     if not any(dim is not None for dim in order[:at]):
         return only(reading)
+    call.front = at
     if math.prod(call.out_shape[:at]) != reading.outer:
         raise ConflictError("puts the gathered parts into a wrong place")
     return only(SAME if reading.kind is Kind.FRONT else SUM)
@@ -68,6 +69,7 @@ def _ranks_to_front(call: Call, order: Sequence[int | None]) -> Options:
     if first is None or rest != sorted(rest) or old[first] % call.ranks:
         return ()
     front = math.prod(old[:first])
+    call.front = first
     return (SUM._replace(outer=front),) if front > 1 else ()
 
 
@@ -118,6 +120,31 @@ def _squeeze(call: Call) -> Options:
     if reading.kind is Kind.SUM:
         return only(reading)
     return reordered(call, reading, [dim for dim in range(len(shape)) if dim not in gone])
+
+
+def _slice_backward(call: Call) -> Options:
+    """The gradient of a part, among zeros: of a cut dim whole stripes only."""
+    source, sizes = call["grad_output"], call.out_shape
+    reading = plain_view(call.of(source))
+    dim = int(call["dim"]) % max(len(sizes), 1)
+    start, stop = ("start", "end") if "start" in call.args else ("index", "index")
+    bounds = [call[start], call[stop]]
+    if call.shape(source) == sizes and call.get("step", 1) == 1:
+        return only(reading)
+    if reading.kind is Kind.SAME:
+        kept = reading.dim if reading.dim == ALL_DIMS else reading.dim & ~(1 << dim)
+        return only(same(kept if start == "start" and kept != ALL_DIMS else 0))
+    if reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO):
+        return only(reading)
+    if start == "index":
+        moved = reading.dim + (reading.dim >= dim)
+        return only(reading._replace(dim=moved) if reading.kind is Kind.CUT else UNKNOWN)
+    if reading.kind is not Kind.CUT or reading.dim != dim:
+        return only(reading if dim or reading.kind is Kind.CUT else UNKNOWN)
+    inner = call.shape(source)[dim] // reading.outer
+    if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
+        raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
+    return only(cut(dim, sizes[dim] // inner))
 
 
 def _expand(call: Call) -> Options:
@@ -243,11 +270,9 @@ def _cat(call: Call) -> Options:
         return only(readings[0] if readings[0].kind not in _WITH_ROWS or dim else UNKNOWN)
     if Kind.UNKNOWN in kinds:
         return only(UNKNOWN)
-    if (
-        kinds == {Kind.CUT}
-        and len({call.shape(item)[dim] // reading.outer for item, reading in zip(items, readings, strict=True)}) == 1
-    ):
-        if {reading.dim for reading in readings} == {dim}:
+    if kinds == {Kind.CUT} and {reading.dim for reading in readings} == {dim}:
+        stripes = {call.shape(item)[dim] // reading.outer for item, reading in zip(items, readings, strict=True)}
+        if len(stripes) == 1:
             return only(cut(dim, sum(reading.outer for reading in readings)))
     if len(call.out_shape) == 1:  # flat values that travel together
         return only(
@@ -326,6 +351,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("aten.transpose aten.t aten.swapaxes"), _transpose),
     "aten.movedim": _movedim,
     "aten.unsqueeze": _unsqueeze,
+    **dict.fromkeys(words("aten.slice_backward aten.select_backward"), _slice_backward),
     "aten.squeeze": _squeeze,
     **dict.fromkeys(words("aten.expand aten.expand_as aten.broadcast_to"), _expand),
     "aten.repeat": _repeat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
@@ -173,6 +173,9 @@ class _Walk:
             columns: list[list[Options]] = []
             for at in range(len(self.digits.sizes)):
                 key = (at if sided else self.digits.sizes[at], *(readings[at] for readings in way))
+                if any(reading.kind is Kind.UNKNOWN for reading in key[1:]):
+                    columns.append([(UNKNOWN,)] * len(made))
+                    continue
                 if key not in known:
                     call.at, call.now = at, {item: readings[at] for item, readings in zip(operands, way, strict=True)}
                     try:
@@ -187,10 +190,28 @@ class _Walk:
             else:
                 for index, ways_out in enumerate(made):
                     for option in product(*(column[index] for column in columns)):
-                        ways_out += self._shares(call, option)
+                        ways_out += self._shares(call, self._in_order(call, way, option))
         if problem is not None and not all(made):
             at, error = problem
             raise fault(call.node, f"{error}, on {self.digits.names[at]}")
+
+    def _in_order(
+        self, call: Call, way: Sequence[tuple[Reading, ...]], option: tuple[Reading, ...]
+    ) -> tuple[Reading, ...]:
+        """Where ranks came to stand beside those of a more significant digit, or went away from there, these stay in front."""
+        if call.front < 0 or len(way) != 1:
+            return option
+        before, found = way[0], list(option)
+        for at, reading in enumerate(option):
+            here, there = before[at], reading
+            moved_in = here.kind is Kind.FRONT and there.kind is Kind.SAME
+            moved_out = here.kind is there.kind is Kind.SUM and here.outer < there.outer
+            for other in range(at):
+                if moved_in and found[other] == cut(call.front + 1):
+                    found[other] = cut(call.front)
+                if moved_out and before[other] == cut(call.front) and found[other] == cut(0):
+                    found[other] = cut(call.front + 1)
+        return tuple(found)
 
     def _shares(self, call: Call, option: tuple[Reading, ...]) -> Iterator[tuple[Reading, ...]]:
         """A whole value divided by a number of ranks may be this rank's share of it."""
