@@ -69,8 +69,7 @@ class _Source:
     def __init__(self, graph: Graph, ctx: PassContext) -> None:
         self.graph, self.ctx, self.streams = graph, ctx, 0
         self.seed = ctx.add_input(Input(InputKind.SEED, "seed"), torch.int64)
-        self.whole = ctx.add_input(Input(InputKind.OFFSET, "no_offset", axis="world", stride=0), torch.int64)
-        self._after = self.whole
+        self._after = self.seed
         self._rows: dict[Node, Node] = {}
 
     def call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
@@ -84,15 +83,14 @@ class _Source:
         permute = _permute_of(like)
         if permute is not None:
             return self.call(ops.uniform_rows, like, seed, self._places(permute), like=node)
-        return self.call(ops.uniform, like, seed, self.whole, 0, 1, 1, like=node)
+        return self.call(ops.uniform, like, seed, [], [], [], [], like=node)
 
     def _places(self, permute: Node) -> Node:
         """The place in the batch of each row of an expert region, made once for each."""
         if permute not in self._rows:
             row_map = graphs.items(permute)[2]
             with self.graph.inserting_after(row_map):
-                choices = meta.tensor(row_map).shape[0]
-                self._rows[permute] = self.call(ops.global_rows, row_map, self.whole, choices, 1, 1, like=permute)
+                self._rows[permute] = self.call(ops.global_rows, row_map, [], [], [], [], like=permute)
         return self._rows[permute]
 
 

@@ -82,6 +82,8 @@ class Attributes:
         self._written: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._lines: dict[tuple[int, str], str] = {}
         self._plain: list[tuple[nn.Module, dict[str, Any], dict[str, str]]] = []
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._flags: list[tuple[nn.Module, str]] = []
         self.carried: list[Carried] = []
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
@@ -89,7 +91,9 @@ class Attributes:
         self._plain.clear()
         self._read.clear()
         self._wrote.clear()
+        self._hooks.clear()
         for module in modules:
+            self._hooks += [(found, dict(found)) for name in _HOOKS if (found := vars(module).get(name)) is not None]
             values = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
             self._plain.append((module, values, {name: _text(value) for name, value in values.items()}))
 
@@ -109,15 +113,23 @@ class Attributes:
         return (id(module), name) in self._written
 
     def end(self) -> None:
-        """See what the forward left: `carried` are attributes without tensors that do not hold what they held before."""
-        self.carried = []
+        """See what the forward left: `carried` are attributes without tensors that do not hold what they held before.
+
+        A flag that a first forward sets when it registers hooks belongs to the hooks: both stay, as after an eager call.
+        """
+        self.carried, self._flags = [], []
+        hooked = any(hooks.keys() != before.keys() for hooks, before in self._hooks)
         for module, values, texts in self._plain:
             for name, value in vars(module).items():
                 if name in _INTERNAL or self.is_local(module, name) or _holds_tensor(value):
                     continue
-                if _text(value) != texts.get(name, ""):
+                if hooked and name not in values and value is True:
+                    self._flags.append((module, name))
+                    continue
+                before = texts.get(name) or _text(getattr(type(module), name, _ABSENT))
+                if _text(value) != before:
                     line = self._lines.get((id(module), name)) or forward_line(module)
-                    said = f"from {texts.get(name, 'nothing')} to {_text(value)}"
+                    said = f"from {before} to {_text(value)}"
                     used = self._read[id(module), name] > self._wrote[id(module), name]
                     self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said, used))
 
@@ -136,6 +148,12 @@ class Attributes:
                 vars(module)[name] = before
         for item in self.carried:
             item.put(item.before)
+        for module, name in self._flags:
+            vars(module).pop(name, None)
+        for hooks, held in self._hooks:
+            if hooks.keys() != held.keys():
+                hooks.clear()
+                hooks.update(held)
 
 
 def refuse_carried(root: nn.Module, item: Carried) -> None:
@@ -147,8 +165,9 @@ def refuse_carried(root: nn.Module, item: Carried) -> None:
     )
 
 
-_INTERNAL = frozenset(vars(nn.Module()))  # type: ignore[no-untyped-call]
+_INTERNAL = frozenset(vars(nn.Module()))
 _ABSENT = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -159,6 +178,8 @@ def _holds_tensor(value: Any) -> bool:
 
 def _text(value: Any, depth: int = 4) -> str:
     """Equal texts for equal plain values; other objects count by their kind."""
+    if value is _ABSENT:
+        return "nothing"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     if depth and isinstance(value, (list, tuple, set, frozenset, deque)):

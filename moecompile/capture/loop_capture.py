@@ -364,9 +364,14 @@ class LoopCapture(TorchFunctionMode):
             return out
         routing = self._routing.get(args[0])
         if routing is None or not routing.counted:
+            instead = "keep it a tensor, or compute it outside the model"
+            if routing is not None:
+                instead = (
+                    "for an expert's number, loop over the experts and pick each one's tokens (torch.where(ids == e))"
+                )
             raise CaptureError(
                 f"{current_line()}: the forward reads a number out of a tensor ({func.__name__.strip('_')}), which is "
-                f"not known when the model is captured; keep it a tensor, or compute it outside the model."
+                f"not known when the model is captured; {instead}."
             )
         pretend_at_least(parts, 2)
         return out

@@ -42,66 +42,100 @@ def _fold_seed_fake(seed: Tensor, stream: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def global_index(shape: list[int], index: int, dim: int, outer: int, ranks: int, device: torch.device) -> Tensor:
-    """Place of each element of a rank's part in the flattened global tensor; ``ranks == 1``: the tensor is whole."""
+def _check_lists(where: str, *lists: list[Any]) -> None:
+    require(
+        len({len(item) for item in lists}) == 1,
+        f"moe::{where}: its lists have {', '.join(str(len(item)) for item in lists)} entries, but each cut has one in every list; pass "
+        f"lists of one length.",
+    )
+
+
+Cut = tuple[int, int, int, int]  # this rank's index, the dim, and how it is cut: as [outer, ranks, inner]
+
+
+def global_index(shape: list[int], cuts: list[Cut], device: torch.device) -> Tensor:
+    """Place of each element of a rank's part in the flattened global tensor; each cut takes its part of what those before left."""
     place = torch.zeros((), dtype=torch.int64, device=device)
     for at, size in enumerate(shape):
-        coordinate = torch.arange(size, device=device)
-        whole = size
-        if ranks > 1 and at == dim:
-            inner = size // outer
-            coordinate = coordinate // max(inner, 1) * (inner * ranks) + index * inner + coordinate % max(inner, 1)
-            whole = size * ranks
+        coordinate, whole = torch.arange(size, device=device), size
+        for index, dim, outer, ranks in reversed(cuts):
+            if dim == at:
+                coordinate = _before_cut(coordinate, index, whole // outer, ranks)
+                whole *= ranks
         place = (place * whole).unsqueeze(-1) + coordinate
     return place.reshape(shape)
 
 
-def _uniform(like: Tensor, seed: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+def _before_cut(place: Tensor, index: int | Tensor, inner: int, ranks: int) -> Tensor:
+    """Where a rank's elements stand in what was cut, of which it has blocks of ``inner``."""
+    inner = max(inner, 1)
+    return place // inner * (inner * ranks) + index * inner + place % inner
+
+
+def _uniform(
+    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int]
+) -> Tensor:
     _check_seed("uniform", seed)
-    place = global_index(list(like.shape), int(index), dim, outer, ranks, like.device)
+    _check_lists("uniform", index, dim, outer, ranks)
+    cuts = list(zip([int(item) for item in index], dim, outer, ranks, strict=True))
+    place = global_index(list(like.shape), cuts, like.device)
     bits = (_mix(seed.to(like.device) + (place + 1) * _GOLDEN) >> (64 - _BITS)) & ((1 << _BITS) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << _BITS))
 
 
-def _uniform_fake(like: Tensor, seed: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+def _uniform_fake(
+    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int]
+) -> Tensor:
     _check_seed("uniform", seed)
+    _check_lists("uniform", index, dim, outer, ranks)
     return like.new_empty(like.shape, dtype=torch.float32)
 
 
-def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
-    return None, None, None, None, None, None
+def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    return None, None, [None] * ctx.cuts, None, None, None
+
+
+def _count_cuts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.cuts = len(inputs[2])
 
 
 fold_seed = define("fold_seed(Tensor seed, int stream) -> Tensor", _fold_seed, _fold_seed_fake)
 
 uniform = define(
-    "uniform(Tensor like, Tensor seed, Tensor index, int dim, int outer, int ranks) -> Tensor",
+    "uniform(Tensor like, Tensor seed, Tensor[] index, int[] dim, int[] outer, int[] ranks) -> Tensor",
     _uniform,
     _uniform_fake,
-    setup=lambda ctx, inputs, output: None,
+    setup=_count_cuts,
     backward=_no_gradient,
 )
 
 # ---- numbers for rows of experts -------------------------------------------------------------------------------------
 
 
-def _global_rows(row_map: Tensor, index: Tensor, choices: int, outer: int, ranks: int) -> Tensor:
-    """Places in the whole batch of the choices that a rank's row map names: of ``choices``, cut as ``[outer, ranks, inner]``."""
-    inner = choices // outer
-    before = row_map // max(inner, 1) * (inner * ranks) + index.to(row_map.device) * inner
-    return torch.where(row_map < 0, row_map, before + row_map % max(inner, 1))
+def _global_rows(
+    row_map: Tensor, index: list[Tensor], choices: list[int], outer: list[int], ranks: list[int]
+) -> Tensor:
+    """Places in the whole batch of the choices that a rank's row map names; each cut leaves ``choices`` of what those before left."""
+    _check_lists("global_rows", index, choices, outer, ranks)
+    place = row_map
+    for at, of, stripes, parts in reversed(list(zip(index, choices, outer, ranks, strict=True))):
+        place = _before_cut(place, at.to(row_map.device), of // stripes, parts)
+    return torch.where(row_map < 0, row_map, place)
 
 
-def _global_rows_fake(row_map: Tensor, index: Tensor, choices: int, outer: int, ranks: int) -> Tensor:
+def _global_rows_fake(
+    row_map: Tensor, index: list[Tensor], choices: list[int], outer: list[int], ranks: list[int]
+) -> Tensor:
     require(
         row_map.dtype == torch.int64 and row_map.dim() == 1,
         f"moe::global_rows: row_map is {row_map.dtype}{list(row_map.shape)}, but int64 [R] is needed; pass permute's.",
     )
+    _check_lists("global_rows", index, choices, outer, ranks)
     return torch.empty_like(row_map)
 
 
 global_rows = define(
-    "global_rows(Tensor row_map, Tensor index, int choices, int outer, int ranks) -> Tensor",
+    "global_rows(Tensor row_map, Tensor[] index, int[] choices, int[] outer, int[] ranks) -> Tensor",
     _global_rows,
     _global_rows_fake,
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from .. import ops
+from .. import meta, ops
 from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk
 from .types import REPLICATE, Shard
 
 
 def uniform(call: Call) -> Decision:
-    """Only the shape and place of ``like`` count."""
+    """Only the shape and place of ``like`` count; indices of other axes are the same on all ranks of this one."""
+    for item in call.args[2]:
+        call.placed(item)
     placed = call.placed(call.args[0])
     if not isinstance(placed, Shard):
         return Decision(REPLICATE)
@@ -25,6 +28,8 @@ def uniform(call: Call) -> Decision:
 
 def global_rows(call: Call) -> Decision:
     """Rows of this rank get their places in the whole batch; the emitter says how the batch is cut."""
+    for item in call.args[1]:
+        call.placed(item)
     placed = call.placed(call.args[0])
     if not isinstance(placed, Shard):
         return Decision(REPLICATE, call.reduced())
@@ -45,22 +50,33 @@ def _emit_global_rows(walk: Walk, node: Node, decisions: dict[str, Decision]) ->
     cut = [axis for axis, item in decisions.items() if isinstance(item.out, Shard)]
     if not cut:
         return None
+    assert len(cut) == 1, "one axis is placed at a time"
     axis, row_map = cut[0], node.args[0]
     source: Any = row_map.args[0]  # type: ignore[union-attr]
-    tokens = next(found for item in source.args[:2] if isinstance(found := walk.place(item, axis), Shard))
-    ranks = walk.axes[axis]
-    choices = int(node.args[2]) // ranks  # type: ignore[arg-type]
-    return walk.call(node.target, walk.env[row_map], walk.offset(axis), choices, tokens.outer, ranks, like=node)  # type: ignore[index]
+    # none: whole tokens were shared out
+    cuts = (walk.place(item, axis) for item in source.args[:2])
+    tokens = next((found for found in cuts if isinstance(found, Shard)), Shard(0))
+    choices = meta.tensor(row_map).shape[0] // walk.axes[axis]  # type: ignore[arg-type]
+    return _with_cut(walk, node, axis, choices, tokens.outer)
 
 
 def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     cut = [(axis, item.out) for axis, item in decisions.items() if isinstance(item.out, Shard)]
     if not cut:
         return None
+    assert len(cut) == 1, "one axis is placed at a time"
     axis, placed = cut[0]
-    like, seed = (walk.env[arg] for arg in node.args[:2] if isinstance(arg, Node))
-    where = (walk.offset(axis), placed.dim, placed.outer, walk.axes[axis])
-    return walk.call(node.target, like, seed, *where, like=node)
+    return _with_cut(walk, node, axis, placed.dim, placed.outer)
+
+
+def _with_cut(walk: Walk, node: Node, axis: str, *which: int) -> Node:
+    """The call with one more cut behind those that it has: index, what is cut and how, number of ranks."""
+    *operands, index, first, second, ranks = node.args
+    assert isinstance(index, Sequence) and isinstance(ranks, Sequence)
+    lists = [[*found, one] for found, one in zip((first, second), which, strict=True)]  # type: ignore[misc]
+    offsets = [*(walk.env[item] for item in index if isinstance(item, Node)), walk.offset(axis)]
+    made = [walk.env[item] for item in operands if isinstance(item, Node)]
+    return walk.call(node.target, *made, offsets, *lists, [*ranks, walk.axes[axis]], like=node)
 
 
 RULES: dict[Any, Rule] = {ops.uniform: uniform, ops.global_rows: global_rows, ops.uniform_rows: uniform_rows}

@@ -26,6 +26,8 @@ from moecompile.recognition.regions import Component, Proposal, Region, hashable
 from moecompile.recognition.stand_in import expert_count
 from moecompile.recognition.trace import trace_body
 
+_GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+
 ACCEPTED = (
     "accepted forms: a loop over experts that picks an expert's tokens (torch.where, masks, nonzero, sorted and split) "
     "and adds weight * expert(tokens) back; every expert on all tokens times a masked weight; stacked weights [E, ...] "
@@ -88,8 +90,20 @@ class Reader:
                 why = why or str(error)
         picked_apart = len(components) > 1 and not self.proposal.dense
         if picked_apart or self._has_expert_weights():
-            raise refusal(self.choice, why or "no expert computation that it selects was found behind it")
+            raise refusal(self.choice, why or self._nothing_found())
         return None
+
+    def _nothing_found(self) -> str:
+        """What is said where no experts are seen; weights gathered token by token are named."""
+        for node in sorted(self.region.routed, key=self.region.order.__getitem__):
+            picked = node.args[0] if node.target in _GATHERS and node.args else None
+            held = isinstance(picked, Node) and picked in self.region.static and meta.is_tensor(picked)
+            if isinstance(picked, Node) and held and meta.tensor(picked).dim() > 2:
+                return (
+                    f"{meta.where(node)} gathers a whole weight for each token (w[ids]); loop over the experts and gather "
+                    "each one's tokens instead (x[torch.where(ids == e)[0]]), or use the stacked weights with bmm or einsum"
+                )
+        return "no expert computation that it selects was found behind it"
 
     # Bodies ------------------------------------------------------------------------------------------------------
 

@@ -74,16 +74,16 @@ def test_something_is_dropped() -> None:
 def test_numbers_do_not_depend_on_the_order_of_rows() -> None:
     rows, seed, order = torch.zeros(6, 5), torch.tensor(3), torch.tensor([4, 0, 5, 2, 1, 3])
     drawn = ops.uniform_rows(rows, seed, order)
-    straight = ops.uniform(rows, seed, torch.tensor(0), 0, 1, 1)
+    straight = ops.uniform(rows, seed, [], [], [], [])
     assert torch.equal(drawn, straight[order])
 
 
 def test_places_of_a_cut_batch() -> None:
     """Two ranks that hold ``[outer, rank, inner]`` of 12 choices name all of them, each once."""
     own = torch.arange(6)
-    ranks = [ops.global_rows(own, torch.tensor(rank), 6, 3, 2).tolist() for rank in range(2)]
+    ranks = [ops.global_rows(own, [torch.tensor(rank)], [6], [3], [2]).tolist() for rank in range(2)]
     assert ranks == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-    assert ops.global_rows(torch.tensor([1, -1]), torch.tensor(1), 2, 1, 2).tolist() == [3, -1]
+    assert ops.global_rows(torch.tensor([1, -1]), [torch.tensor(1)], [2], [1], [2]).tolist() == [3, -1]
 
 
 def test_the_gathering_backend_refuses() -> None:

@@ -10,6 +10,7 @@ from moecompile import ops
 from moecompile.plan import Plan
 from tests.support import moe_styles as styles
 from tests.support.moe_odd_styles import ODD
+from tests.support.moe_published_styles import PUBLISHED
 from tests.support.moe_stacked_styles import STACKED
 from tests.support.moe_wider_styles import WIDER
 from tests.support.parity import Batch, LockStep, compare, plain
@@ -41,7 +42,7 @@ def batch(seed: int) -> Batch:
     return {"x": draw[0], "labels": draw[1]}
 
 
-STYLES = [*styles.SEPARATE, *STACKED, *WIDER, *ODD]
+STYLES = [*styles.SEPARATE, *STACKED, *WIDER, *ODD, *PUBLISHED]
 
 
 @pytest.mark.parametrize("kind", STYLES, ids=lambda kind: kind.__name__)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moecompile as mc
+from moecompile.owned import PartTensor
 from moecompile.parallel_model import ParallelModel
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
@@ -161,8 +162,8 @@ def plain_state(rank: int, plan: Plan) -> dict[str, Any]:
         found["first"] = mc.full_state_dict(model)
         state = model.state_dict()
         found["shapes"] = {name: tuple(value.shape) for name, value in state.items()}
-        found["spread"] = {name for name, value in state.items() if isinstance(value, DTensor)}
-        found["whole"] = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
+        found["spread"] = {name for name, value in state.items() if isinstance(value, DTensor | PartTensor)}
+        found["whole"] = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor | PartTensor)}
         model.load_state_dict(make(seed=5).state_dict())
         found["second"] = mc.full_state_dict(model)
         model.load_state_dict(state)  # views of this rank's parts, now with the second model's numbers

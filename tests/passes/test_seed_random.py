@@ -12,6 +12,7 @@ from moecompile import graph as graphs
 from moecompile import ops
 from moecompile.passes.seed_random import SeedRandom
 from tests.support import models
+from tests.support.parity import slice_for
 
 
 class Noisy(nn.Module):
@@ -33,33 +34,63 @@ class Noisy(nn.Module):
         return loss + self.inner(ids, labels)["loss"]
 
 
-def _run(model: nn.Module, dp: int, ep: int, seed: int) -> mc.simulate.Simulated:  # type: ignore[name-defined]
-    batch = models.tokens(8, 6, 1, ignored=0.2)
-    size = 8 // dp
+class Dropping(nn.Module):
+    """A transformer layer that drops in every place where people drop: embedding, attention weights, residuals, inside the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCAB, 16, dtype=torch.float64)
+        self.qkv, self.out = nn.Linear(16, 48, dtype=torch.float64), nn.Linear(16, 16, dtype=torch.float64)
+        self.up, self.down = nn.Linear(16, 32, dtype=torch.float64), nn.Linear(32, 16, dtype=torch.float64)
+        self.moe = models.MoeLayer(models.Config("ops", hidden=16)).double()
+        self.head = nn.Linear(16, models.VOCAB, dtype=torch.float64)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.embed(ids), 0.2)
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        hidden = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        weights = (query @ key.transpose(-1, -2) / 2).masked_fill(hidden, float("-inf")).softmax(-1)
+        seen = F.dropout(weights, 0.2) @ value
+        x = x + F.dropout(self.out(seen.transpose(1, 2).flatten(2)), 0.2)
+        x = x + F.dropout(self.down(F.dropout(F.relu(self.up(x)), 0.2)), 0.2)
+        x = x + F.dropout(self.moe(F.layer_norm(x, (16,)), None)[0], 0.2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def _run(model: nn.Module, plan: mc.Plan, seed: int) -> mc.simulate.Simulated:  # type: ignore[name-defined]
+    batch = models.tokens(8, 8, 1, ignored=0.2)
     torch.manual_seed(seed)
-    return mc.simulate_ranks(
-        model,
-        mc.Plan(dp=dp, ep=ep),
-        [{name: item[r * size : (r + 1) * size] for name, item in batch.items()} for r in range(dp)],
-    )
+    return mc.simulate_ranks(model, plan, [slice_for(batch, plan, rank) for rank in range(plan.world_size)])
 
 
-@pytest.mark.parametrize(("dp", "ep"), [(2, 1), (4, 2), (8, 4)])
-def test_every_layout_draws_the_same_numbers(dp: int, ep: int) -> None:
-    model = Noisy()
-    one, many = _run(model, 1, 1, 5), _run(model, dp, ep, 5)
+PLANS = [
+    mc.Plan(dp=2),
+    mc.Plan(dp=4, ep=2),
+    mc.Plan(dp=8, ep=4),
+    mc.Plan(dp=1, cp=2),
+    mc.Plan(dp=2, cp=2, ep=2),
+    mc.Plan(dp=2, tp=2, ep=4),
+    mc.Plan(dp=1, tp=2, ep=2, sequence_parallel=True),
+    mc.Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("kind", [Noisy, Dropping], ids=["every random op", "dropout everywhere"])
+def test_every_layout_draws_the_same_numbers(kind: type[nn.Module], plan: mc.Plan) -> None:
+    model = kind()
+    one, many = _run(model, mc.Plan(dp=1), 5), _run(model, plan, 5)
     torch.testing.assert_close(many.loss, one.loss, rtol=1e-12, atol=0)
     assert one.grads.keys() == many.grads.keys()
     for name, grad in one.grads.items():
         torch.testing.assert_close(many.grads[name], grad, rtol=1e-9, atol=1e-13)
-    assert (_run(model, dp, ep, 6).loss - one.loss).abs() > 1e-6, "another seed must draw other numbers"
+    assert (_run(model, plan, 6).loss - one.loss).abs() > 1e-6, "another seed must draw other numbers"
 
 
 def test_numbers_are_uniform_and_uncorrelated() -> None:
     like, seed = torch.zeros(512, 512), torch.tensor(11)
-    zero = torch.tensor(0)
-    found = ops.uniform(like, ops.fold_seed(seed, 0), zero, 0, 1, 1)
-    other = ops.uniform(like, ops.fold_seed(seed, 1), zero, 0, 1, 1)
+    found = ops.uniform(like, ops.fold_seed(seed, 0), [], [], [], [])
+    other = ops.uniform(like, ops.fold_seed(seed, 1), [], [], [], [])
     assert found.min() >= 0 and found.max() < 1
     assert abs(found.mean() - 0.5) < 5e-3
     assert abs(found.var() * 12 - 1) < 1e-2
@@ -72,13 +103,36 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_part_is_the_part_of_the_whole(dim: int, outer: int) -> None:
     seed = torch.tensor(3)
-    whole = ops.uniform(torch.zeros(8, 12, 3), seed, torch.tensor(0), 0, 1, 1)
+    whole = ops.uniform(torch.zeros(8, 12, 3), seed, [], [], [], [])
     for rank in range(2):
         index = torch.tensor(rank)
         part = ops.local_slice(whole, index, dim, outer, 2)
         torch.testing.assert_close(
-            ops.uniform(torch.zeros_like(part), seed, index, dim, outer, 2), part, rtol=0, atol=0
+            ops.uniform(torch.zeros_like(part), seed, [index], [dim], [outer], [2]), part, rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("second", [(0, 1), (0, 2), (1, 1), (2, 1)])
+@pytest.mark.parametrize("first", [(0, 1), (0, 2), (1, 3)])
+def test_a_part_of_a_part(first: tuple[int, int], second: tuple[int, int]) -> None:
+    """Two axes cut one after the other, the same dim or another."""
+    seed = torch.tensor(3)
+    whole = ops.uniform(torch.zeros(8, 12, 4), seed, [], [], [], [])
+    for one in range(2):
+        for two in range(2):
+            index = [torch.tensor(one), torch.tensor(two)]
+            part = ops.local_slice(ops.local_slice(whole, index[0], *first, 2), index[1], *second, 2)
+            dims, outers = zip(first, second, strict=True)
+            drawn = ops.uniform(torch.zeros_like(part), seed, index, dims, outers, [2, 2])
+            torch.testing.assert_close(drawn, part, rtol=0, atol=0)
+
+
+def test_lists_of_other_lengths_are_refused() -> None:
+    zero = torch.tensor(0)
+    with pytest.raises(ValueError, match="pass lists of one length"):
+        ops.uniform(torch.zeros(2), zero, [zero], [], [1], [2])
+    with pytest.raises(ValueError, match="pass lists of one length"):
+        ops.global_rows(torch.arange(2), [zero], [2], [], [2])
 
 
 def test_dropout_keeps_the_mean_and_the_rate() -> None:

@@ -224,6 +224,43 @@ class ItemAsIndex(Layer):
         return torch.stack(outs)
 
 
+class CountsItsCalls(Layer):
+    """Plain state that changes what the third call computes; the first two do not show it."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (0.5 if self.calls > 2 else 1.0)
+
+
+class KeepsPrivateTensor(Layer):
+    """A running mean in an attribute whose name begins with an underscore."""
+
+    _mean: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._mean = 0.9 * self._mean + x.mean()
+        return super().forward(x) + self._mean
+
+
+class PutsLossIn(torch.autograd.Function):
+    """The DeepSeek form of a balance loss: a gradient of 1 for a value that the output does not depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], torch.ones((), dtype=grads[0].dtype)
+
+
+class LossByGradient(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return PutsLossIn.apply(super().forward(x), self.gate(x).softmax(-1).mean(0).square().sum())
+
+
 class AssertOnNumber(Layer):
     def forward(self, x: Tensor) -> Tensor:
         _, ids = self.route(x)
@@ -268,7 +305,10 @@ class Loss(nn.Module):
 
 REFUSED: dict[type[nn.Module], str] = {
     SizeFromMax: "depends on tensor values",
-    ItemAsIndex: "reads a number out of a tensor.*item",
+    ItemAsIndex: "reads a number out of a tensor.*item.*loop over the experts",
+    CountsItsCalls: "changes attribute 'calls'.*repeats one call",
+    LossByGradient: "gradient that does not depend on the incoming one.*add that term to the loss",
+    KeepsPrivateTensor: "assigns a tensor to attribute '_mean'",
     AssertOnNumber: "reads a number out of a tensor.*item",
     Counter: "writes into buffer 'seen'",
     RunningStatistics: "writes into buffer 'norm.num_batches_tracked'",

@@ -189,6 +189,17 @@ class Threshold(Layer):
         return y
 
 
+class GatheredWeights(Layer):
+    """A whole weight is gathered for each token."""
+
+    def make(self) -> None:
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        return torch.einsum("tkoh,th,tk->to", self.w[ids], x, w)
+
+
 REFUSED: dict[type[Layer], str] = {
     SeesNeighbours: "does not treat each row for itself",
     CentersRows: "on probes",
@@ -206,6 +217,7 @@ REFUSED: dict[type[Layer], str] = {
     FrozenSome: "freeze",
     ExpertBetween: "come before or behind",
     Threshold: "not recognised",
+    GatheredWeights: "gathers a whole weight for each token",
 }
 
 

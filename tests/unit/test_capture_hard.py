@@ -92,3 +92,35 @@ def test_only_an_assert_is_taken_to_hold() -> None:
 
     with pytest.raises(CaptureError, match="depends on tensor values"):
         capture_model(Branching(), (torch.ones(3),), {})
+
+
+def test_what_settles_after_one_call_is_no_state() -> None:
+    """A cached length; the model is left as it was."""
+
+    class Caching(nn.Module):
+        length = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] > self.length:
+                self.length = x.shape[0]
+            return x * 2
+
+    model = Caching()
+    capture_model(model, (torch.ones(3),), {})
+    assert model.length == 0
+
+
+def test_state_that_shows_in_the_second_call_is_refused() -> None:
+    class Alternating(nn.Module):
+        first = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, self.first = self.first, False
+            return x * 2 if first else x
+
+    model = Alternating()
+    with pytest.raises(
+        CaptureError, match=r"test_capture_hard.py:\d+: the forward changes attribute 'first'.*True to False"
+    ):
+        capture_model(model, (torch.ones(3),), {})
+    assert model.first

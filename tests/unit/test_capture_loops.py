@@ -71,14 +71,17 @@ def test_a_count_compared_with_anything_but_zero_is_not_answered() -> None:
         capture_model(layer(Threshold), (torch.empty(11, H),), {})
 
 
-def test_len_of_an_experts_rows_is_refused_with_advice() -> None:
+def test_len_of_an_experts_rows_is_a_number_of_each_call() -> None:
     class Measured(WhereLoop):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             _, ids = self.route(x)
             return x * len(torch.where(ids == 0)[0])
 
-    with pytest.raises(CaptureError, match="in place of len"):
-        capture_model(layer(Measured), (torch.empty(11, H),), {})
+    model = layer(Measured)
+    captured = capture_model(model, (torch.empty(11, H),), {})
+    for seed in range(3):
+        x = torch.randn(11, H, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(run_captured(captured, model, x)[0], model(x))
 
 
 def test_node_metadata_names_module_and_line() -> None:

@@ -77,6 +77,11 @@ class Call:
             size *= self.digits.sizes[digit]
         return size
 
+    @property
+    def group_sizes(self) -> set[int]:
+        """Ranks of the axes that this digit belongs to."""
+        return {self.size(axis) for axis, digits in self.digits.of.items() if self.at in digits}
+
     def dim(self, name: str, arg: Any, default: int = 0) -> int:
         """A dim argument, counted from the front of ``arg``."""
         return int(self.get(name, default)) % max(len(self.shape(arg)), 1)

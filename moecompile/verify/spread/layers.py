@@ -225,19 +225,27 @@ def _dropout(call: Call) -> Options:
 
 def _uniform(call: Call) -> Options:
     """Numbers by global index: a cut value needs the index of its rank on every digit that cuts it."""
-    like, index = plain(call.of(call["like"])), call.of(call["index"])
-    if index.kind is not Kind.OFFSET:
+    like, mine = plain(call.of(call["like"])), _own_cut(call)
+    if mine is None:
         if like.kind in _PARTS:
             raise ConflictError(f"draws the same numbers on all ranks for a value that is {like}")
         return only(SAME if like.kind in (Kind.SAME, Kind.ZERO, *_TERMS) else UNKNOWN)
-    check_index(call, index, int(call["ranks"]))
-    if like.kind is Kind.CUT and (like.dim, like.outer) != (call["dim"], call["outer"]):
-        raise ConflictError(
-            f"draws numbers for dim {call['dim']} in {call['outer']} stripes, but {call['like'].name} is {like}"
-        )
+    dim, outer = call["dim"][mine], call["outer"][mine]
+    if like.kind is Kind.CUT and (like.dim, like.outer) != (dim, outer):
+        raise ConflictError(f"draws numbers for dim {dim} in {outer} stripes, but {call['like'].name} is {like}")
     if like.kind is not Kind.CUT:
         raise ConflictError(f"draws other numbers on each rank for a value that is {like}")
     return only(like)
+
+
+def _own_cut(call: Call) -> int | None:
+    """Which of the cuts whose indices a call is given is on this digit; None where none is."""
+    found = [at for at, item in enumerate(call["index"]) if call.of(item).kind is Kind.OFFSET]
+    if len(found) > 1:
+        raise ConflictError(f"is given {len(found)} indices that tell the same ranks apart")
+    for at in found:
+        check_index(call, call.of(call["index"][at]), int(call["ranks"][at]))
+    return found[0] if found else None
 
 
 def check_index(call: Call, index: Reading, ranks: int) -> None:
@@ -256,14 +264,13 @@ def _uniform_rows(call: Call) -> Options:
 
 
 def _global_rows(call: Call) -> Options:
-    rows, index = call.of(call["row_map"]), call.of(call["index"])
-    if index.kind is not Kind.OFFSET:
+    rows, mine = call.of(call["row_map"]), _own_cut(call)
+    if mine is None:
         if rows.kind in (Kind.ROWS, Kind.AWAY):
             raise ConflictError(f"numbers rows that are {rows} without the index of the rank")
         return only(rows)
-    check_index(call, index, int(call["ranks"]))
-    if rows.kind is not Kind.ROWS or rows.outer != call["outer"]:
-        raise ConflictError(f"numbers rows that are {rows} in {call['outer']} stripes")
+    if rows.kind is not Kind.ROWS or rows.outer != call["outer"][mine]:
+        raise ConflictError(f"numbers rows that are {rows} in {call['outer'][mine]} stripes")
     return only(rows)
 
 

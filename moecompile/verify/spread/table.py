@@ -14,6 +14,9 @@ from .elementwise import nonlinear
 _MODULES = (elementwise, views, reductions, products, lookups, layers, experts, collectives)
 RULES: dict[str, Rule] = {name: rule for module in _MODULES for name, rule in module.RULES.items()}
 
+# these only move elements, so that parts may be on their way to where they belong
+CARRIERS = frozenset({*views.RULES, "aten.clone", "aten.contiguous", "aten._to_copy", "moe.reduce_scatter"})
+
 
 def name_of(target: Any) -> str:
     """``aten.mm`` for every overload of it."""

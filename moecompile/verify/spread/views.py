@@ -66,7 +66,7 @@ def _ranks_to_front(call: Call, order: Sequence[int | None]) -> Options:
     """A dim as long as there are ranks comes to the front, where a reduce-scatter takes it apart."""
     old = call.shape(_source(call))
     first, rest = order[0], [dim for dim in order[1:] if dim is not None]
-    if first is None or rest != sorted(rest) or old[first] % call.ranks:
+    if first is None or rest != sorted(rest) or old[first] not in call.group_sizes:
         return ()
     front = math.prod(old[:first])
     call.front = first

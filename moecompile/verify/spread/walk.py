@@ -21,7 +21,7 @@ from ..report import fault
 from .call import Call, flat
 from .digits import Digits, digits_of
 from .readings import FILLED, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut
-from .table import name_of, rule_of
+from .table import CARRIERS, name_of, rule_of
 
 # what a value may be on all digits at once
 Value = tuple[tuple[Reading, ...], ...]
@@ -176,12 +176,16 @@ class _Walk:
                 if any(reading.kind is Kind.UNKNOWN for reading in key[1:]):
                     columns.append([(UNKNOWN,)] * len(made))
                     continue
+                if key not in known and call.name not in CARRIERS and any(map(_out_of_order, key[1:])):
+                    known[key] = ConflictError("reads parts of a sum before they are where they belong")
                 if key not in known:
                     call.at, call.now = at, {item: readings[at] for item, readings in zip(operands, way, strict=True)}
                     try:
                         known[key] = rule(call)
                     except ConflictError as error:
                         known[key] = error
+                    else:
+                        self._note(call, known[key])
                 found = known[key]
                 if isinstance(found, ConflictError):
                     problem = problem or (at, found)
@@ -189,11 +193,16 @@ class _Walk:
                 columns.append(found if isinstance(found, list) else [found])
             else:
                 for index, ways_out in enumerate(made):
-                    for option in product(*(column[index] for column in columns)):
+                    for option in _choices([column[index] for column in columns]):
                         ways_out += self._shares(call, self._in_order(call, way, option))
         if problem is not None and not all(made):
             at, error = problem
             raise fault(call.node, f"{error}, on {self.digits.names[at]}")
+
+    def _note(self, call: Call, found: Any) -> None:
+        """Count an op whose rule gives up on operands that are known."""
+        if any(UNKNOWN in options for options in (found if isinstance(found, list) else [found])):
+            self.coverage.unknown_ops[call.name] += 1
 
     def _in_order(
         self, call: Call, way: Sequence[tuple[Reading, ...]], option: tuple[Reading, ...]
@@ -226,6 +235,24 @@ class _Walk:
             for chosen in combinations(free, count):
                 if math.prod(self.digits.sizes[at] for at in chosen) == by:
                     yield tuple(SUM if at in chosen else reading for at, reading in enumerate(option))
+
+
+def _out_of_order(reading: Reading) -> bool:
+    return reading.kind is Kind.SUM and reading.outer > 1
+
+
+def _choices(columns: Sequence[Options]) -> Iterator[tuple[Reading, ...]]:
+    """One option for each digit. Digits on which a cut may be read in the same ways are cut alike: they are of one axis."""
+    tied: dict[Options, list[int]] = {}
+    for at, options in enumerate(columns):
+        alike = len(options) > 1 and all(option.kind is Kind.CUT for option in options)
+        tied.setdefault(options if alike else (*options, Reading(Kind.UNKNOWN, at)), []).append(at)
+    for chosen in product(*(columns[members[0]] for members in tied.values())):
+        found = [UNKNOWN] * len(columns)
+        for members, option in zip(tied.values(), chosen, strict=True):
+            for at in members:
+                found[at] = option
+        yield tuple(found)
 
 
 def _is(reading: Reading, due: Reading) -> bool:
