@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch.fx import GraphModule
 
 from moecompile import graph as graphs
@@ -20,6 +21,7 @@ from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import Level
 
 _CPU: dict[Any, Any] = {
+    torch.ops.aten.mm.default: ops.cpu.mm,
     ops.grouped_linear: ops.cpu.grouped_linear,
     ops.grouped_linear_wgrad: ops.cpu.grouped_linear_wgrad,
     ops.unpermute: ops.cpu.unpermute,

@@ -22,6 +22,7 @@ from moecompile.ops.experts import (
 )
 from moecompile.ops.fused import check_rms_norm, check_rotary, check_silu_mul, check_swiglu, statistics_dtype
 from moecompile.ops.routing import check_rows, check_unpermute, check_unpermute_backward, may_have_padding
+from moecompile.runtime import products
 
 aten = torch.ops.aten
 
@@ -70,6 +71,8 @@ def grouped_linear_wgrad(grad: Tensor, rows: Tensor, tokens_per_expert: Tensor) 
         out[expert].zero_()
     return out
 
+
+mm = products.mm
 
 # ---- unpermute ---------------------------------------------------------------------------------------------
 
@@ -247,6 +250,7 @@ def refusing_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
 for _kernel in (
     grouped_linear,
     grouped_linear_wgrad,
+    mm,
     unpermute,
     unpermute_backward,
     swiglu,

@@ -93,6 +93,7 @@ def _attention(products: int, at: int) -> Rule:
 _RULES: dict[Any, Rule] = {
     aten.linear.default: _product(0),
     aten.mm.default: _product(0),
+    ops.cpu.mm: _product(0),
     aten.bmm.default: _product(0),
     aten.matmul.default: _product(0),
     aten.addmm.default: _product(1),

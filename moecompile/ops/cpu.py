@@ -13,7 +13,7 @@ from torch import Tensor
 from moecompile.compat import OpOverload
 from moecompile.ops import fused
 from moecompile.ops.experts import check_grouped_linear, check_grouped_linear_wgrad
-from moecompile.ops.registry import Op
+from moecompile.ops.registry import Op, require
 from moecompile.ops.routing import check_unpermute, check_unpermute_backward
 
 NAMESPACE = "moe_cpu"
@@ -68,6 +68,19 @@ unpermute_backward = _define(
     "Tensor grad_probs)",
     _unpermute_backward_fake,
 )
+
+# ---- plain products ----------------------------------------------------------------------------------------
+
+
+def _mm_fake(a: Tensor, b: Tensor) -> Tensor:
+    require(
+        a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0],
+        f"moe_cpu::mm: operands of shapes {list(a.shape)} and {list(b.shape)}, but [M, K] and [K, N] are needed.",
+    )
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+mm = _define("mm(Tensor a, Tensor b) -> Tensor", _mm_fake)
 
 # ---- chains of elementwise ops: the meaning of moe:: of the same name --------------------------------------
 

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _DENSE = {
     aten.linear.default,
     aten.mm.default,
+    ops.cpu.mm,
     aten.bmm.default,
     aten.matmul.default,
     aten.addmm.default,

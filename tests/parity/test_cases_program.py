@@ -184,7 +184,7 @@ def test_case_39_degrees_of_later_releases_are_refused() -> None:
 # ---- 19: the router's type -----------------------------------------------------------------------------------------------
 
 
-PRODUCTS = (aten.linear.default, aten.mm.default, aten.addmm.default)
+PRODUCTS = (aten.linear.default, aten.mm.default, ops.cpu.mm, aten.addmm.default)
 
 
 def gate_of(topk: Node) -> Node:
@@ -253,7 +253,15 @@ def grouped_wgrad_flops(grad: Any, rows: Any, *rest: Any, out_shape: Any = None,
     return 2 * grad[0] * grad[1] * rows[1]
 
 
-COUNTED = {torch.ops.moe_cpu.grouped_linear: grouped_flops, torch.ops.moe_cpu.grouped_linear_wgrad: grouped_wgrad_flops}
+def mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+COUNTED = {
+    torch.ops.moe_cpu.grouped_linear: grouped_flops,
+    torch.ops.moe_cpu.grouped_linear_wgrad: grouped_wgrad_flops,
+    torch.ops.moe_cpu.mm: mm_flops,
+}
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=1), Plan(dp=2, ep=2), Plan(dp=4, ep=2), Plan(dp=4)], ids=str)

@@ -27,14 +27,15 @@ class Dropped(styles.Layer):
 
 
 class Trained(nn.Module):
-    """Tokens ``[batch, sequence, width]``; with ``turned`` the batch is the second axis of what the layer flattens."""
+    """Tokens ``[batch, sequence]``; with ``turned`` the batch is the second axis of what the layer flattens."""
 
     def __init__(self, turned: bool) -> None:
         super().__init__()
         self.turned = turned
-        self.before, self.layer = nn.LayerNorm(styles.WIDTH), Dropped()
+        self.embed, self.before, self.layer = nn.Embedding(9, styles.WIDTH), nn.LayerNorm(styles.WIDTH), Dropped()
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
         rows = self.before(x)
         rows = rows.transpose(0, 1) if self.turned else rows
         made = self.layer(rows.reshape(-1, styles.WIDTH)).reshape(rows.shape)
@@ -43,8 +44,9 @@ class Trained(nn.Module):
 
 
 def batch() -> Batch:
-    draw = torch.randn(2, 8, 4, styles.WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return {"x": draw[0], "labels": draw[1]}
+    source = torch.Generator().manual_seed(1)
+    labels = torch.randn(8, 4, styles.WIDTH, generator=source, dtype=torch.float64)
+    return {"ids": torch.randint(0, 9, (8, 4), generator=source), "labels": labels}
 
 
 def model_of(turned: bool) -> Trained:
@@ -57,10 +59,22 @@ def on_one_rank(turned: bool) -> Run:
     return LockStep(model_of(turned), Plan(dp=1), batch()).run([batch()])
 
 
+PLANS = [
+    Plan(dp=2),
+    Plan(dp=2, ep=2),
+    Plan(dp=4, ep=2),
+    Plan(dp=4, ep=4),
+    Plan(dp=1, tp=2, ep=2),
+    Plan(dp=1, cp=2, ep=2),
+    Plan(dp=2, tp=2, ep=4, sequence_parallel=True),
+    Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True),
+]
+
+
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("dp", "ep"), [(2, 1), (2, 2), (4, 2), (4, 4)])
-def test_every_layout_drops_the_same(dp: int, ep: int, turned: bool) -> None:
-    run = LockStep(model_of(turned), Plan(dp=dp, ep=ep), batch())
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_layout_drops_the_same(plan: Plan, turned: bool) -> None:
+    run = LockStep(model_of(turned), plan, batch())
     assert len([node for node in run.program.graph.nodes if node.target is ops.uniform_rows]) == 2
     compare(run.run([batch()]), on_one_rank(turned))
 

@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 import moecompile.runtime.cpu_kernels  # noqa: F401  registers the kernels
 from moecompile import ops
+from moecompile.runtime import products
 from tests.support.ops_oracle import assert_same, poisoned_memory, rand, routing
 
 cpu = ops.cpu
@@ -236,3 +237,33 @@ def test_a_gradient_is_refused_and_never_silently_missing() -> None:
             call()
         with torch.no_grad():
             assert call().isfinite().all()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(3, 4, 5), (128, 96, 64), (65, 130, 70), (0, 4, 5), (5, 0, 4)])
+def test_mm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Every layout of the operands that a step has: weights as they are and transposed, gradients transposed."""
+    rows, inner, columns = shape
+    lefts = rand(rows, inner, dtype=dtype), rand(inner, rows, dtype=dtype).t()
+    rights = rand(inner, columns, dtype=dtype, seed=1), rand(columns, inner, dtype=dtype, seed=1).t()
+    for left in lefts:
+        for right in rights:
+            made = cpu.mm(left, right)
+            assert made.is_contiguous()
+            assert_same(made, torch.mm(left, right), TOLERANCE[dtype])
+
+
+def test_mm_takes_onednn_for_large_contiguous_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def onednn(a: Tensor, b: Tensor, *rest: object) -> Tensor:
+        calls.append((a.dtype, tuple(a.shape)))
+        return a @ b.t()
+
+    monkeypatch.setattr(products, "onednn_linear", onednn)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        products.mm(rand(64, 64, dtype=dtype), rand(64, 64, dtype=dtype))
+    products.mm(rand(64, 64, dtype=torch.float32).t(), rand(64, 64, dtype=torch.float32))
+    products.mm(rand(63, 64, dtype=torch.float32), rand(64, 64, dtype=torch.float32))
+    assert calls == [(torch.float32, (64, 64))]

@@ -15,7 +15,7 @@ Rule = Callable[["Call"], "Options | list[Options]"]
 
 _TERMS = (Kind.SUM, Kind.MEAN)
 _PARTS = (Kind.CUT, Kind.ROWS, Kind.AWAY, Kind.FRONT)
-_OPAQUE = (Kind.RECEIVED, Kind.TABLE, Kind.SIZES, Kind.OFFSET, Kind.PACKED, Kind.EXTREME)
+_OPAQUE = (Kind.RECEIVED, Kind.TABLE, Kind.SIZES, Kind.OFFSET, Kind.OWN, Kind.PACKED, Kind.EXTREME)
 
 
 @dataclass
@@ -53,8 +53,10 @@ class Call:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = self.shapes[self.node]
-        return found
+        """Local shape of the result, of the first one if there are several."""
+        found = self.shapes[self.node]
+        first: tuple[int, ...] = found[0] if isinstance(found, list) else found
+        return first
 
     @property
     def outs(self) -> int:

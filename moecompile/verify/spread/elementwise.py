@@ -71,6 +71,21 @@ def _placed(call: Call, offset: Reading, other: Any) -> Reading:
     return cut(0) if counts_up or shape[0] == 1 else UNKNOWN
 
 
+def _subtract(call: Call) -> Options | list[Options]:
+    """Positions in the whole less the offset of this rank: positions among its own elements."""
+    offset, source = call.of(call.args.get("other")), call.args.get("self")
+    if offset.kind is not Kind.OFFSET:
+        return _linear("all")(call)
+    reading = call.of(source)
+    if reading.kind is not Kind.CUT or reading.outer > 1:
+        return only(UNKNOWN)
+    if call.shape(source)[reading.dim] != offset.dim:
+        raise ConflictError(
+            f"numbers {call.shape(source)[reading.dim]} elements a rank, but its offset grows by {offset.dim}"
+        )
+    return only(Reading(Kind.OWN, reading.dim))
+
+
 def _equal(call: Call) -> Options | list[Options]:
     """``index == 0`` is one on the first rank and zero on the others: a share of one."""
     if call.of(call["self"]).kind is Kind.OFFSET:
@@ -171,6 +186,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_NEVER, nonlinear),
     **dict.fromkeys(_CASTS, _cast),
     "aten.add": _add,
+    "aten.sub": _subtract,
     "aten.eq": _equal,
     "aten.where": _where,
     "aten.masked_fill": _masked_fill,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.fx import Node
 
 from .call import Call, Rule, only, plain
+from .layout import locate
 from .readings import FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut, is_even
 
 _WITH_ROWS = (Kind.ROWS, Kind.AWAY)
@@ -121,6 +123,8 @@ def _index(call: Call) -> Options:
     used = [plain(call.of(indices[dim])) for dim in at]
     if any(item.kind in _TERMS for item in used):
         raise ConflictError("looks up places that are a sum still to be taken")
+    if source.kind is Kind.CUT and any(item.kind is Kind.OWN for item in used):
+        return _own(call, source, at, used)
     if any(item.kind not in (Kind.SAME, Kind.ZERO, Kind.CUT) for item in (source, *used) if item.kind not in _TERMS):
         return only(UNKNOWN)
     adjacent = at == list(range(at[0], at[-1] + 1))
@@ -142,6 +146,30 @@ def _index(call: Call) -> Options:
         dim, outer = cuts.pop()
         return only(cut(dim + start, outer))
     return only(_same_or(source))
+
+
+def _own(call: Call, source: Reading, at: list[int], used: list[Reading]) -> Options:
+    """Each rank looks up its own elements: one index is their numbers, the others lie along, or are whole."""
+    indices = call["indices"]
+    width = max(len(call.shape(indices[dim])) for dim in at)
+    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    own = {
+        dim: item.dim + width - len(call.shape(indices[dim]))
+        for dim, item in zip(at, used, strict=True)
+        if item.kind is Kind.OWN
+    }
+    if list(own) != [source.dim] or source.outer > 1:
+        raise ConflictError(
+            f"looks up in a tensor that is {source} by the numbers of this rank's elements in another dim"
+        )
+    for dim, item in zip(at, used, strict=True):
+        shape = call.shape(indices[dim])
+        along = own[source.dim] - (width - len(shape))
+        if item.kind is Kind.SAME and along >= 0 and shape[along] != 1 and not is_even(item, along):
+            raise ConflictError(f"looks up by the whole of {indices[dim].name} together with this rank's own elements")
+        if item.kind is Kind.CUT and item != cut(along):
+            raise ConflictError(f"looks up by {indices[dim].name}, {item}, together with this rank's own elements")
+    return only(cut(own[source.dim] + start))
 
 
 def _index_put(call: Call) -> Options:
@@ -181,6 +209,12 @@ def _index_select(call: Call) -> Options:
         return only(_same_or(source))
     if ids.kind is Kind.CUT and source.kind in (Kind.SAME, Kind.ZERO):
         return only(cut(dim, ids.outer))
+    if ids.kind is Kind.OFFSET and source.kind is Kind.SAME:  # one element for each rank: its own
+        if ids.dim != 1 or call.shape(call["self"])[dim] != call.size(ids.tag):
+            raise ConflictError(
+                f"picks one of {call.shape(call['self'])[dim]} elements by the index of {call.size(ids.tag)} ranks"
+            )
+        return locate(call.out_shape, math.prod(call.out_shape[:dim]))
     return only(UNKNOWN)
 
 

@@ -155,6 +155,7 @@ def _outer(call: Call) -> Options:
 RULES: dict[str, Rule] = {
     "aten.linear": _linear,
     "aten.mm": _mm,
+    "moe_cpu.mm": _mm,
     "aten.addmm": _addmm,
     "aten.bmm": _bmm,
     "aten.baddbmm": _baddbmm,

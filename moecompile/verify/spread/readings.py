@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     TABLE = "counts of the rows at the rank of their expert"
     SIZES = "the sizes of an exchange"
     OFFSET = "this rank's index"
+    OWN = "the numbers of this rank's own elements"
     PACKED = "several values in a row"
     UNKNOWN = "different on each rank in a way that is not known"
 

@@ -141,6 +141,8 @@ def _slice_backward(call: Call) -> Options:
         return only(reading._replace(dim=moved) if reading.kind is Kind.CUT else UNKNOWN)
     if reading.kind is not Kind.CUT or reading.dim != dim:
         return only(reading if dim or reading.kind is Kind.CUT else UNKNOWN)
+    if call.get("step", 1) != 1:
+        return only(reading if (sizes[dim] // reading.outer) % call["step"] == 0 else UNKNOWN)
     inner = call.shape(source)[dim] // reading.outer
     if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
         raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
@@ -198,10 +200,29 @@ def _slice(call: Call) -> Options:
     size = call.shape(source)[dim]
     bounds = [call.get("start", 0), call.get("end", size)]
     reading = plain_view(call.of(source))
-    if not all(isinstance(item, int) for item in bounds) or call.get("step", 1) != 1:
+    step = call.get("step", 1)
+    if step != 1 and all(isinstance(item, int) for item in bounds):
+        return only(_strided(reading, dim, size, bounds[0], step))
+    if not all(isinstance(item, int) for item in bounds):
         return only(reading if reading.kind in (Kind.SUM, Kind.SAME, Kind.ZERO) else UNKNOWN)
     start, stop = (max(0, min(size, at + size if at < 0 else at)) for at in bounds)
     return only(part(call, reading, dim, start, stop))
+
+
+def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Reading:
+    """Every so many-th element: of a cut dim the same ones in every part."""
+    if reading.kind is Kind.CUT and reading.dim == dim and ((size // reading.outer) % step or not 0 <= start < step):
+        raise ConflictError(f"takes every {step}th element of dim {dim}, which is {reading}")
+    return UNKNOWN if reading.kind in (*_WITH_ROWS, Kind.FRONT) and dim == 0 else reading
+
+
+def _slice_scatter(call: Call) -> Options:
+    """A tensor with a part of it exchanged, along a dim that is not cut."""
+    items = [call["self"], call["src"]]
+    readings = [plain_view(call.of(item)) for item in items]
+    if all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in readings):
+        return only(SAME)
+    return only(_one_of(call, items, readings, call.dim("dim", items[0])))
 
 
 def _narrow(call: Call) -> Options:
@@ -362,7 +383,8 @@ RULES: dict[str, Rule] = {
     "aten.unbind": _unbind,
     **dict.fromkeys(words("aten.cat aten.concat"), _cat),
     "aten.stack": _stack,
-    "aten.constant_pad_nd": _pad,
+    "aten.slice_scatter": _slice_scatter,
+    **dict.fromkeys(words("aten.constant_pad_nd aten.pad"), _pad),
     **dict.fromkeys(words("aten.view_as_real aten.view_as_complex"), _complex),
     **dict.fromkeys(words("aten.tril aten.triu"), _triangle),
 }
