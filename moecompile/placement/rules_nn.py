@@ -122,14 +122,14 @@ def _emit_attention(walk: Walk, node: Node, decisions: dict[str, Decision]) -> N
         few = arguments(node)["enable_gqa"] and not isinstance(walk.given(keys, axis, decisions), Shard)
         if few and found.out == Shard(dim - 1):
             return _emit_own_heads(walk, node, decisions, axis)
-    axis = next((axis for axis, found in decisions.items() if found.out == Shard(dim)), None)
+    along = next((axis for axis, found in decisions.items() if found.out == Shard(dim)), None)
     given = arguments(node)
-    if axis is None or not given["is_causal"]:
+    if along is None or not given["is_causal"]:
         return None
     query, key, value = (walk.operand(given[name], decisions) for name in ("query", "key", "value"))
     length, device = meta.tensor(query).shape[dim], meta.tensor(query).device
     own = walk.call(aten.arange.default, length, like=node, device=device)
-    rows = walk.call(aten.add.Tensor, own, walk.offset(axis, length), like=node)
+    rows = walk.call(aten.add.Tensor, own, walk.offset(along, length), like=node)
     columns = walk.call(aten.arange.default, meta.tensor(key).shape[dim], like=node, device=device)
     mask = walk.call(aten.ge.Tensor, walk.call(aten.unsqueeze.default, rows, 1, like=node), columns, like=node)
     options = {name: given[name] for name in ("scale", "enable_gqa")}

@@ -96,8 +96,11 @@ def microbatched(rank: int, plan: Plan) -> dict[str, Any]:
         out["loss"].backward()
         (layer,) = mc.metrics(model).values()
         return {
-            "loss": out["loss"].detach(), "logits": of_data_rank(out["logits"]), "grads": mc.full_grads(model), "load": layer.tokens_per_expert
-        }  # fmt: skip
+            "loss": out["loss"].detach(),
+            "logits": of_data_rank(out["logits"]),
+            "grads": mc.full_grads(model),
+            "load": layer.tokens_per_expert,
+        }
 
 
 @pytest.mark.parametrize("plan", [SP, CP, ALL, BOTH], ids=["sp", "cp", "dp-tp", "cp-sp"])

@@ -163,7 +163,9 @@ def plain_state(rank: int, plan: Plan) -> dict[str, Any]:
         state = model.state_dict()
         found["shapes"] = {name: tuple(value.shape) for name, value in state.items()}
         found["spread"] = {name for name, value in state.items() if isinstance(value, DTensor | PartTensor)}
-        found["whole"] = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor | PartTensor)}
+        found["whole"] = {
+            name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor | PartTensor)
+        }
         model.load_state_dict(make(seed=5).state_dict())
         found["second"] = mc.full_state_dict(model)
         model.load_state_dict(state)  # views of this rank's parts, now with the second model's numbers
@@ -192,3 +194,86 @@ def test_plain_state_in_and_out(ranks: Ranks, plan: Plan) -> None:
             assert torch.equal(value, first[name]), name
         assert found["loss"] == pytest.approx(loss, rel=1e-11)
         assert "'layers.0.qkv.weight' has shape [24, 16], but the plain model's is [48, 16]" in found["part"]
+
+
+# ---- the meta device ----------------------------------------------------------------------------------------------------
+
+
+def drawn_on_meta(rank: int, plan: Plan) -> tuple[dict[str, Tensor], float, int]:
+    """The weights that a model on the meta device gets under a plan, the loss of a step, how many elements are held."""
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(3)
+    torch.rand(rank)  # another place in the stream on each rank: only the seed counts
+    with parallel(model, plan, init_fn=normal) as made:
+        loss = made(**slice_for(BATCHES[0], plan, rank))["loss"]
+        loss.backward()
+        return mc.full_state_dict(made), loss.item(), sum(param.numel() for param in made.parameters())
+
+
+def normal(module: nn.Module) -> None:
+    """A user's initialisation: every parameter of its own, in place."""
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param, std=0.3)
+
+
+@pytest.mark.parametrize("plan", [SAVED, Plan(dp=2, tp=2, ep=4, sequence_parallel=True)], ids=["tp2", "dp2-sp2"])
+def test_case_35_weights_from_meta_do_not_depend_on_tp(ranks: Ranks, plan: Plan) -> None:
+    """Stripes too; tied weights stay one."""
+    torch.manual_seed(3)
+    alone = make()
+    for module in alone.modules():
+        normal(module)
+    wanted = alone.state_dict()
+    loss = alone(**BATCHES[0])["loss"].item()
+    whole = sum(param.numel() for param in alone.parameters())
+    chains = sum(wanted[name].numel() for name in STRIPED)
+    experts = sum(value.numel() for name, value in wanted.items() if ".experts." in name)
+    for found, its_loss, held in ranks.run(plan.world_size, drawn_on_meta, plan):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert its_loss == pytest.approx(loss, rel=1e-11)
+        assert held == whole - chains // 2 - experts + experts // plan.ep
+
+
+# ---- frozen and adapted linears -----------------------------------------------------------------------------------------
+
+
+def frozen(rank: int, plan: Plan) -> tuple[dict[str, Tensor | None], dict[str, Tensor], float, dict[str, Any]]:
+    model = make()
+    freeze(model)
+    with parallel(model, plan) as made:
+        run = Run(made, plan, rank)
+        made(**slice_for(BATCHES[0], plan, rank))["loss"].backward()
+        grads = mc.full_grads(made)
+        norm = mc.clip_grad_norm_(made, 0.5).item()
+        run.stepper.step()
+        return grads, mc.full_state_dict(made), norm, cuts(made)
+
+
+def freeze(model: nn.Module) -> None:
+    """Parts of chains: one weight of attention, all of the shared expert, the experts themselves."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in ("qkv.weight", "shared.", "experts.w_in")))
+
+
+@pytest.mark.parametrize("plan", [SAVED, Plan(dp=1, tp=2, ep=2, sequence_parallel=True)], ids=["tp2", "sp2"])
+def test_frozen_linears_are_cut_and_have_no_gradient(ranks: Ranks, plan: Plan) -> None:
+    alone = make()
+    freeze(alone)
+    run = Run(alone, Plan(dp=1), 0)
+    alone(**BATCHES[0])["loss"].backward()
+    wanted = {name: None if p.grad is None else p.grad.clone() for name, p in alone.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item()
+    run.stepper.step()
+    for grads, weights, its_norm, cut in ranks.run(2, frozen, plan):
+        assert its_norm == pytest.approx(norm, rel=1e-11)
+        assert set(STRIPED) <= set(cut)
+        assert [name for name, grad in grads.items() if grad is None] == [
+            name for name, grad in wanted.items() if grad is None
+        ]
+        for name, grad in wanted.items():
+            if grad is not None:
+                found = grads[name]
+                assert found is not None and difference(name, found, grad) < 1e-11
+        for name, value in alone.state_dict().items():
+            assert difference(name, weights[name], value) < 1e-11, name

@@ -121,7 +121,7 @@ def test_a_second_run_changes_nothing(inner: int) -> None:
 
 
 def test_it_comes_before_the_experts_are_cut() -> None:
-    with pytest.raises(PassError, match="'shard-linears'.*EXPERTS_SHARDED"):
+    with pytest.raises(PassError, match=r"'shard-linears'.*EXPERTS_SHARDED"):
         golden.run(golden.captured(Plan(dp=1, tp=2, ep=2)), f"{BEFORE},shard-experts,shard-linears")
 
 

@@ -75,7 +75,7 @@ def test_a_second_run_changes_nothing() -> None:
 
 
 def test_it_comes_before_the_experts_are_cut() -> None:
-    with pytest.raises(PassError, match="'shard-sequence'.*EXPERTS_SHARDED"):
+    with pytest.raises(PassError, match=r"'shard-sequence'.*EXPERTS_SHARDED"):
         golden.run(golden.captured(Plan(dp=1, cp=2, ep=2)), f"{BEFORE},shard-experts,shard-sequence")
 
 
@@ -94,7 +94,7 @@ class Long(golden.Attentive):
 
 def test_a_length_that_cp_does_not_divide_is_refused() -> None:
     with pytest.raises(
-        PassError, match="embeds a sequence of 5, which cp=2 cuts.*pad or cut it to a multiple of 2, such as 4 or 6"
+        PassError, match=r"embeds a sequence of 5, which cp=2 cuts.*pad or cut it to a multiple of 2, such as 4 or 6"
     ):
         rewrite(Long())
 
