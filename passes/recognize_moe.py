@@ -25,7 +25,7 @@ from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
 from moecompile.recognition.rowwise import is_linear
 from moecompile.recognition.unjoin import unjoin
-from moecompile.recognition.unrouted import Unrouted, find_parallel
+from moecompile.recognition.unrouted import Unrouted, find_lookups, find_parallel
 from moecompile.recognition.write import Writer
 
 aten = torch.ops.aten
@@ -61,9 +61,11 @@ class RecognizeMoe(Pass):
         _refuse_unread_experts(graph.graph)
         owned = [name for record in program.layers for name in record["params"]]
         unrouted += find_parallel(graph.graph, dict(program.items()), owned)
+        lookups = find_lookups(graph.graph, dict(program.items()))
+        unrouted += lookups
         program.unrouted = [item.record() for item in unrouted]
         _describe_all(graph, ctx)
-        if ctx.mesh.size("ep") > 1 and (not program.layers or (unrouted and program.plan.strict)):
+        if ctx.mesh.size("ep") > 1 and (not (program.layers or lookups) or (unrouted and program.plan.strict)):
             said = "".join(f"; {meta.where(item.node)}: {item.reason}" for item in unrouted)
             found = f"{len(unrouted)} layers that are none" if program.layers else "no MoE layer"
             raise CaptureError(

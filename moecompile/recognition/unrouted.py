@@ -22,6 +22,8 @@ from moecompile.recognition.choices import Choice
 
 aten = torch.ops.aten
 _NUMBER = re.compile(r"\d+")
+_CHOICES = frozenset({aten.topk.default, aten.sort.default, aten.argmax.default})
+_LOOKUPS = frozenset({aten.embedding.default, aten.index.Tensor, aten.index_select.default})
 _BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default, aten.einsum.default, aten.matmul.default})
 
 
@@ -120,6 +122,25 @@ def _back(node: Node, dim: int) -> tuple[Any, int] | None:
         return (source, 0) if dim == 0 and last > 0 and before[-1] == after[-1] else None
     pointwise = rowwise.is_pointwise(node.target) or node.target in rowwise.OVER_FEATURES
     return (source, dim) if pointwise and before == after else None
+
+
+def find_lookups(graph: Graph, inputs: Mapping[Node, Input]) -> list[Unrouted]:
+    """Parameters of which each token picks rows by a top-k (product keys): the rows are small experts, held whole on every rank."""
+    params = {node: item for node, item in inputs.items() if item.kind is InputKind.PARAM}
+    chosen: set[Node] = set()
+    found: dict[Node, Unrouted] = {}
+    for node in graph.nodes:
+        if node.target in _CHOICES:
+            chosen.add(node)
+        elif not chosen.isdisjoint(node.all_input_nodes):
+            table = node.args[0] if node.target in _LOOKUPS else None
+            if isinstance(table, Node) and table in params:
+                item = params[table]
+                reason = f"tokens pick rows of {item.fqns[0]} {list(item.shape)} there, which are no experts that ranks could own"
+                found.setdefault(table, Unrouted(node, reason, item.fqns))
+            elif not meta.is_tensor(node) or not meta.tensor(node).is_floating_point():
+                chosen.add(node)
+    return list(found.values())
 
 
 def find_parallel(graph: Graph, inputs: Mapping[Node, Input], used: Iterable[str]) -> list[Unrouted]:

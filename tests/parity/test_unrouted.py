@@ -41,14 +41,29 @@ def test_exact_and_named(kind: type[nn.Module], caplog: pytest.LogCaptureFixture
     assert layer["module"] == "routed"
     reasons = [item["reason"] for item in run.program.unrouted]
     wanted = models.UNROUTED[kind]
-    assert any(wanted in reason for reason in reasons) if wanted else reasons == []
+    assert any(wanted in reason for reason in reasons)
     said = [record.message for record in caplog.records if "run data-parallel" in record.message]
-    assert bool(said) == bool(wanted)
-    assert not said or (re.search(r"_\w+\.py:\d+ \(mixture", said[0]) and wanted in said[0])
+    assert said and re.search(r"_\w+\.py:\d+ \(mixture", said[0]) and wanted in said[0]
     compare(run.run(batches), reference, zero=idle)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if models.UNROUTED[kind]], ids=lambda kind: kind.__name__)
+def test_rows_that_tokens_look_up_are_experts_enough_for_an_expert_parallel_plan() -> None:
+    """Product keys: nothing to cut over ep, and so the whole model runs data-parallel, aloud; a strict plan refuses."""
+    batches = [batch(0), batch(1)]
+    reference = plain(made(models.ProductKeys, routed=False), batches)
+    idle = [name for name, grad in reference.steps[0].grads.items() if not grad.any()]
+    run = LockStep(made(models.ProductKeys, routed=False), PLAN, batches[0])
+    assert run.program.layers == [] and run.program.unrouted
+    compare(run.run(batches), reference, zero=idle)
+    strict = Plan(dp=2, ep=2, strict=True)
+    with pytest.raises(CaptureError, match="tokens pick rows of"):
+        compile_call(made(models.ProductKeys, routed=False), Request((), slice_for(batch(0), strict, 0), strict))
+
+
+REFUSED = [kind for kind in KINDS if kind is not models.ProductKeys]
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_without_any_layer_an_expert_parallel_plan_is_refused(kind: type[nn.Module]) -> None:
     request = Request((), slice_for(batch(0), PLAN, 0), PLAN)
     with pytest.raises(CaptureError, match=r"no MoE layer, and ep=2 needs one; .*\w+_\w+.py:\d+"):

@@ -121,13 +121,13 @@ class PerSequence(nn.Module):
         return sum(expert(x) * weights[:, e, None, None] for e, expert in enumerate(self.experts))  # type: ignore[return-value]
 
 
-# kind -> part of the reason; '' where there is nothing that looks like experts
+# kind -> part of the reason
 UNROUTED: dict[type[nn.Module], str] = {
     SlotMixture: "4 parts of mixture.experts.* stand side by side",
     SoftMixture: "4 parts of mixture.up stand side by side",
     SeveralGates: "4 parts of mixture.experts.* stand side by side",
     ExpertChoice: "experts choose 8 of 16 tokens",
-    ProductKeys: "",
+    ProductKeys: "tokens pick rows of mixture.",
     AdapterMixture: "stand side by side",
     PerSequence: "4 parts of mixture.experts.* stand side by side",
 }
