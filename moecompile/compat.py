@@ -184,5 +184,6 @@ def replace_transforms(vmap: Any, derivative: Any) -> Iterator[None]:
         for (module, name), old in saved.items():
             setattr(module, name, old)
 
+
 # oneDNN's product of fp32 matrices, which torch itself calls for low precision only. Inductor's CPU code calls it.
 onednn_linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)

@@ -12,6 +12,7 @@ from .slicing import sliced
 from .types import REPLICATE, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
+_MOST_STEPS = 8  # calls that one conversion makes, one behind the other
 
 # values that every rank can make whole without hearing of the others
 _FILLED_LIKE = {
@@ -47,7 +48,30 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
         )
     placed = {**meta.placements(made), axis: want}
     meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
+    _note_sums(made, new)
     return new
+
+
+def _note_sums(made: Node, new: Node) -> None:
+    """What stands between a value and its conversion is a sum over the same ranks, until it is taken."""
+    between: list[Node] = []
+    node = _source(new)
+    while node is not None and node is not made and len(between) < _MOST_STEPS:
+        between.append(node)
+        node = _source(node)
+    if node is not made:
+        return
+    sums = {axis: placed for axis, placed in meta.placements(made).items() if isinstance(placed, Partial)}
+    for node in reversed(between):
+        if node.target in (ops.all_reduce, ops.reduce_scatter):
+            sums.pop(str(node.args[ops.AXIS_ARGUMENT[node.target]]), None)  # type: ignore[index]
+        meta.set_placements(node, sums)
+
+
+def _source(node: Node) -> Node | None:
+    """The value that a call of a conversion works on."""
+    found = node.args[0] if node.args else None
+    return found if isinstance(found, Node) else None
 
 
 def _add_up(walk: Walk, made: Node, like: Node, axis: str) -> Node:

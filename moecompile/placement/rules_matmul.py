@@ -83,8 +83,10 @@ def matmul(call: Call) -> Decision:
     cuts = call.placed(first), call.placed(second)
     if batch and all(isinstance(placed, Shard) for placed in cuts) and first is not second:
         one, other = left[cuts[0].dim], right[cuts[1].dim]  # type: ignore[union-attr]
-        if one == "m" and other in "kn":  # rows of queries against all keys, and their scores against all values
-            return Decision(cuts[0].moved(out.index("m")), {second: REPLICATE})  # type: ignore[union-attr]
+        at = right.find(one)
+        alone = one != "k" and (at < 0 or call.shape(second)[at] == 1)
+        if alone and other in "kn":  # rows of queries against all keys, and their scores against all values
+            return Decision(cuts[0].moved(out.index(one)), {second: REPLICATE})  # type: ignore[union-attr]
     return product(call, [(first, left), (second, right)], out)
 
 

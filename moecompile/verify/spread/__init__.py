@@ -1,9 +1,0 @@
-"""Static proof that a program means the same on all ranks as on one, apart from the rules that placed it.
-
-`check_spread` reads the raw graph: where the inputs live, what each op does to that, which axes the collectives run over. It
-knows nothing of the passes and of the placements that they recorded on inner nodes.
-"""
-
-from .walk import Coverage, check_spread
-
-__all__ = ["Coverage", "check_spread"]
