@@ -64,7 +64,7 @@ def _note_sums(made: Node, new: Node) -> None:
     sums = {axis: placed for axis, placed in meta.placements(made).items() if isinstance(placed, Partial)}
     for node in reversed(between):
         if node.target in (ops.all_reduce, ops.reduce_scatter):
-            sums.pop(str(node.args[ops.AXIS_ARGUMENT[node.target]]), None)  # type: ignore[index]
+            sums.pop(str(node.args[ops.AXIS_ARGUMENT[node.target]]), None)
         meta.set_placements(node, sums)
 
 
