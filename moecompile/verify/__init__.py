@@ -1,16 +1,17 @@
 """Graph verifier: what must hold after every pass, whatever the pass was.
 
 `verify_program` is cheap and runs after each pass; `verify_values` computes every shape again and runs once, at the
-end.
+end. Where every value lives is proved (`spread`) whenever the graph was cut, dispatched or differentiated, and at the end.
 """
 
 from ..errors import VerifyError
 from ..program import Program
+from . import values
 from .collectives import check_collectives, check_exchanges, check_transposes
 from .facts import check_facts
 from .placements import check_partial_values
+from .spread import check_spread, is_due, remember
 from .structure import check_structure
-from .values import verify_values
 
 __all__ = ["verify_program", "verify_values"]
 
@@ -27,3 +28,12 @@ def verify_program(program: Program) -> None:
     check_exchanges(program)
     check_transposes(program)
     check_facts(program)
+    remember(program)
+    if is_due(program):
+        check_spread(program)
+
+
+def verify_values(program: Program) -> None:
+    """Raise a VerifyError for a value that is not what its op gives, or that is not where its readers need it."""
+    values.verify_values(program)
+    check_spread(program)

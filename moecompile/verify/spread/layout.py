@@ -1,0 +1,77 @@
+"""Where the digit of a rank stands in the flat order of a value's elements.
+
+A dim that is cut as ``[outer, ranks, inner]`` has the ranks behind ``before`` elements of the flat order, and a reshape leaves that
+number alone. So a cut is followed through any reshape without knowing the whole shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .readings import ALL_DIMS, ConflictError, Kind, Options, Reading, cut
+
+Shape = Sequence[int]
+
+
+def before(shape: Shape, reading: Reading) -> int:
+    """Elements in front of the ranks, of the local shape."""
+    return math.prod(shape[: reading.dim]) * reading.outer
+
+
+def locate(shape: Shape, front: int, inner: int = 0) -> Options:
+    """The cuts of ``shape`` whose ranks stand behind ``front`` elements. More than one where dims of size 1 leave it open.
+
+    ``inner``: elements of the cut dim behind the ranks before a reshape, 0 where not known.
+    """
+    found: list[Reading] = []
+    held = 1
+    for dim, size in enumerate(shape):
+        if held <= front <= held * size and front % held == 0 and (held * size) % front == 0:
+            outer = front // held
+            # at the very end of a dim only where nothing of the cut dim stands behind the ranks
+            if outer < size or size == 1 or inner <= 1:
+                found.append(cut(dim, outer))
+        held *= size
+    if not found:
+        raise ConflictError("splits a dim at a place where the ranks' parts do not end")
+    return tuple(sorted(found, key=lambda reading: reading.outer == shape[reading.dim]))
+
+
+def reshaped(old: Shape, new: Shape, reading: Reading) -> Options:
+    """Readings of a value after a reshape."""
+    if reading.kind is Kind.SAME:
+        return (reading._replace(dim=_equal_dims(old, new, reading.dim)),)
+    if reading.kind is not Kind.CUT:
+        return (reading,)
+    found = locate(new, before(old, reading), old[reading.dim] // reading.outer)
+    if len(found) > 1 and reading in found and tuple(old[: reading.dim + 1]) == tuple(new[: reading.dim + 1]):
+        return (reading, *(other for other in found if other != reading))
+    return found
+
+
+def _equal_dims(old: Shape, new: Shape, bits: int) -> int:
+    """Dims of the new shape that are made of dims of equal elements only."""
+    if bits in (0, ALL_DIMS):
+        return bits
+    equal, i, j = 0, 0, 0
+    while j < len(new):
+        held, made, first, start = 1, new[j], i, j
+        j += 1
+        while held != made and i < len(old):
+            if held < made:
+                held *= old[i]
+                i += 1
+            elif j < len(new):
+                made *= new[j]
+                j += 1
+            else:
+                break
+        while held < made and j < len(new):
+            made *= new[j]
+            j += 1
+        while i < len(old) and old[i] == 1:
+            i += 1
+        if all(old[dim] == 1 or bits >> dim & 1 for dim in range(first, i)):
+            equal |= sum(1 << dim for dim in range(start, j))
+    return equal

@@ -1,0 +1,94 @@
+"""What can be said of a value on one digit of the rank's number.
+
+A value that could be meant in two ways (``x / 2`` may halve it, or make it this rank's share of two) has several readings; an op
+drops those that it cannot take, and a value that has none left is wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Kind(enum.Enum):
+    """The value of a kind is what an error calls it."""
+
+    SAME = "the same on all ranks"
+    ZERO = "zero"
+    CUT = "cut"
+    SUM = "a sum still to be taken over the ranks"
+    MEAN = "a mean still to be taken over the ranks"
+    EXTREME = "a maximum or minimum still to be taken over the ranks"
+    FRONT = "gathered, with the ranks in front"
+    ROWS = "rows of this rank's own tokens"
+    AWAY = "rows at the rank of their expert"
+    COUNTS = "counts of this rank's own tokens"
+    RECEIVED = "counts that the ranks told each other"
+    TABLE = "counts of the rows at the rank of their expert"
+    SIZES = "the sizes of an exchange"
+    OFFSET = "this rank's index"
+    OWN = "the numbers of this rank's own elements"
+    PACKED = "several values in a row"
+    UNKNOWN = "different on each rank in a way that is not known"
+
+    __hash__ = object.__hash__  # readings are looked up all the time
+
+
+class Reading(NamedTuple):
+    """``dim``: which dim is cut; of SAME the set of dims along which all elements are equal, as bits; of an OFFSET its stride.
+
+    ``outer``: a cut dim is ``[outer, ranks, inner]``. Of FRONT, and of a SUM whose ranks stand in front: how many elements come
+    before the ranks where they belong, in the flat order. ``tag``: the permute that rows and counts come from; of an OFFSET its axis;
+    of SIZES whether they are sent or received; of PACKED the parts.
+    """
+
+    kind: Kind
+    dim: int = 0
+    outer: int = 1
+    tag: Any = ""
+
+    def __str__(self) -> str:
+        if self.kind is Kind.CUT:
+            return f"cut in dim {self.dim}" + (f" in {self.outer} stripes" if self.outer > 1 else "")
+        return str(self.kind.value)
+
+
+ALL_DIMS = -1
+SAME = Reading(Kind.SAME)
+FILLED = Reading(Kind.SAME, ALL_DIMS)
+ZERO = Reading(Kind.ZERO)
+SUM = Reading(Kind.SUM)
+MEAN = Reading(Kind.MEAN)
+UNKNOWN = Reading(Kind.UNKNOWN)
+
+Options = tuple[Reading, ...]
+
+
+class ConflictError(Exception):
+    """An op cannot take its operands as they are spread; the message continues the name of the node."""
+
+
+def cut(dim: int, outer: int = 1) -> Reading:
+    return Reading(Kind.CUT, dim, outer)
+
+
+def same(equal: int) -> Reading:
+    """The same on all ranks, with all elements equal along the dims ``equal``."""
+    return Reading(Kind.SAME, equal)
+
+
+def is_even(reading: Reading, dim: int) -> bool:
+    """Whether a whole value may stand for one that is cut in ``dim``: its elements along it are equal, or all zero."""
+    return reading.kind is Kind.ZERO or (reading.kind is Kind.SAME and bool(reading.dim >> dim & 1))
+
+
+def moved_bits(bits: int, order: Sequence[int | None]) -> int:
+    """The set of dims after a view: ``order[new]`` is the old dim, None for a new dim of equal elements."""
+    if bits == ALL_DIMS:
+        return bits
+    return sum(1 << new for new, old in enumerate(order) if old is None or bits >> old & 1)
+
+
+def described(readings: Iterable[Reading]) -> str:
+    return ", ".join(str(reading) for reading in readings)

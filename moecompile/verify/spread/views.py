@@ -1,0 +1,396 @@
+"""Ops that only move elements: shapes, order of dims, parts, and putting together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .call import Call, Rule, only
+from .elementwise import words
+from .layout import reshaped
+from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
+
+_WITH_ROWS = (Kind.ROWS, Kind.AWAY)
+
+
+def _source(call: Call) -> Any:
+    return call.args.get("self", next(iter(call.args.values())))
+
+
+def _reshape(call: Call) -> Options:
+    source = _source(call)
+    reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
+    if reading.kind in _WITH_ROWS and (not new or old[0] != new[0]):
+        return only(UNKNOWN)
+    return reshaped(old, new, reading)
+
+
+def plain_view(reading: Reading) -> Reading:
+    """Counts keep what they are only where an op asks for them as they come."""
+    return SUM if reading.kind is Kind.COUNTS else reading
+
+
+def reordered(call: Call, reading: Reading, order: Sequence[int | None]) -> Options:
+    """``order[new]`` is the old dim, or None for a new one of size 1 or of equal elements."""
+    if reading.kind is Kind.CUT:
+        if reading.dim not in order:
+            raise ConflictError("drops the dim that is cut")
+        return only(reading._replace(dim=order.index(reading.dim)))
+    if reading.kind is Kind.SAME:
+        return only(same(moved_bits(reading.dim, order)))
+    if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and reading.outer > 1):
+        return _ranks_moved(call, reading, order)
+    if reading.kind in _WITH_ROWS:
+        return only(reading if order and order[0] == 0 else UNKNOWN)
+    if reading.kind is Kind.SUM and order and order[0] not in (0, None):
+        return (reading, *_ranks_to_front(call, order))
+    return only(reading)
+
+
+def _ranks_moved(call: Call, reading: Reading, order: Sequence[int | None]) -> Options:
+    """The ranks in front go to where they belong; the other dims keep their order."""
+    kept = [dim for dim in order if dim]
+    if 0 not in order or kept != sorted(kept):
+        raise ConflictError("puts the gathered parts into another order")
+    at = order.index(0)
+    if not any(dim is not None for dim in order[:at]):
+        return only(reading)
+    call.front = at
+    if math.prod(call.out_shape[:at]) != reading.outer:
+        raise ConflictError("puts the gathered parts into a wrong place")
+    return only(SAME if reading.kind is Kind.FRONT else SUM)
+
+
+def _ranks_to_front(call: Call, order: Sequence[int | None]) -> Options:
+    """A dim as long as there are ranks comes to the front, where a reduce-scatter takes it apart."""
+    old = call.shape(_source(call))
+    first, rest = order[0], [dim for dim in order[1:] if dim is not None]
+    if first is None or rest != sorted(rest) or old[first] not in call.group_sizes:
+        return ()
+    front = math.prod(old[:first])
+    call.front = first
+    return (SUM._replace(outer=front),) if front > 1 else ()
+
+
+def _permute(call: Call) -> Options:
+    source = _source(call)
+    ndim = len(call.shape(source))
+    dims = [int(dim) % ndim for dim in call["dims"]]
+    return reordered(call, plain_view(call.of(source)), dims)
+
+
+def _transpose(call: Call) -> Options:
+    source = _source(call)
+    order = list(range(len(call.shape(source))))
+    if len(order) > 1:
+        first, second = int(call.get("dim0", 0)) % len(order), int(call.get("dim1", 1)) % len(order)
+        order[first], order[second] = order[second], order[first]
+    return reordered(call, plain_view(call.of(source)), order)
+
+
+def _movedim(call: Call) -> Options:
+    source = _source(call)
+    order = list(range(len(call.shape(source))))
+    old, new = call["source"], call["destination"]
+    if not isinstance(old, int) or not isinstance(new, int):
+        return only(UNKNOWN)
+    moved = order.pop(old % (len(order)))
+    order.insert(new % (len(order) + 1), moved)
+    return reordered(call, plain_view(call.of(source)), order)
+
+
+def _unsqueeze(call: Call) -> Options:
+    source = _source(call)
+    order: list[int | None] = list(range(len(call.shape(source))))
+    order.insert(int(call["dim"]) % (len(order) + 1), None)
+    reading = plain_view(call.of(source))
+    if reading.kind in _WITH_ROWS or reading.kind is not Kind.SUM:
+        return reordered(call, reading, order)
+    return only(reading)
+
+
+def _squeeze(call: Call) -> Options:
+    source = _source(call)
+    shape = call.shape(source)
+    dims = call.args.get("dim", list(range(len(shape))))
+    gone = {int(dim) % max(len(shape), 1) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    gone = {dim for dim in gone if shape and shape[dim] == 1}
+    reading = plain_view(call.of(source))
+    if reading.kind is Kind.SUM:
+        return only(reading)
+    return reordered(call, reading, [dim for dim in range(len(shape)) if dim not in gone])
+
+
+def _slice_backward(call: Call) -> Options:
+    """The gradient of a part, among zeros: of a cut dim whole stripes only."""
+    source, sizes = call["grad_output"], call.out_shape
+    reading = plain_view(call.of(source))
+    dim = int(call["dim"]) % max(len(sizes), 1)
+    start, stop = ("start", "end") if "start" in call.args else ("index", "index")
+    bounds = [call[start], call[stop]]
+    if call.shape(source) == sizes and call.get("step", 1) == 1:
+        return only(reading)
+    if reading.kind is Kind.SAME:
+        kept = reading.dim if reading.dim == ALL_DIMS else reading.dim & ~(1 << dim)
+        return only(same(kept if start == "start" and kept != ALL_DIMS else 0))
+    if reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO):
+        return only(reading)
+    if start == "index":
+        moved = reading.dim + (reading.dim >= dim)
+        return only(reading._replace(dim=moved) if reading.kind is Kind.CUT else UNKNOWN)
+    if reading.kind is not Kind.CUT or reading.dim != dim:
+        return only(reading if dim or reading.kind is Kind.CUT else UNKNOWN)
+    if call.get("step", 1) != 1:
+        return only(reading if (sizes[dim] // reading.outer) % call["step"] == 0 else UNKNOWN)
+    inner = call.shape(source)[dim] // reading.outer
+    if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
+        raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
+    return only(cut(dim, sizes[dim] // inner))
+
+
+def _expand(call: Call) -> Options:
+    """New dims, and dims of size 1 made longer, have equal elements."""
+    source, out = _source(call), call.out_shape
+    shape, reading = call.shape(source), plain_view(call.of(source))
+    lead = len(out) - len(shape)
+    order = [None if at < lead or shape[at - lead] != size else at - lead for at, size in enumerate(out)]
+    if reading.kind is Kind.SUM:
+        return only(reading)
+    if reading.kind is Kind.CUT and reading.dim not in order:
+        raise ConflictError("makes a dim longer that is cut")
+    return reordered(call, reading, order)
+
+
+def _repeat(call: Call) -> Options:
+    source = _source(call)
+    reading, times = plain_view(call.of(source)), list(call["repeats"])
+    lead = len(times) - len(call.shape(source))
+    if reading.kind is Kind.CUT:
+        return only(cut(reading.dim + lead, reading.outer * int(times[reading.dim + lead])))
+    if reading.kind is Kind.SAME:
+        order = [None if at < lead else at - lead for at in range(len(times))]
+        return only(same(moved_bits(reading.dim, order)))
+    if reading.kind in _WITH_ROWS and (lead or times[0] != 1):
+        return only(UNKNOWN)
+    return only(reading)
+
+
+# ---- parts -------------------------------------------------------------------------------------------------------------
+
+
+def part(call: Call, reading: Reading, dim: int, start: int, stop: int) -> Reading:
+    """Elements ``start`` to ``stop`` of a dim: of a cut one whole stripes only."""
+    size = call.shape(_source(call))[dim]
+    if (start, stop) == (0, size) or reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO, Kind.SAME):
+        return reading
+    if reading.kind is Kind.CUT and reading.dim == dim:
+        inner = size // reading.outer
+        if start % inner or stop % inner:
+            raise ConflictError(f"takes a part of dim {dim}, which is {reading}")
+        return reading._replace(outer=(stop - start) // inner)
+    if reading.kind in (*_WITH_ROWS, Kind.FRONT) and dim == 0:
+        return UNKNOWN
+    return reading
+
+
+def _slice(call: Call) -> Options:
+    source = _source(call)
+    dim = call.dim("dim", source)
+    size = call.shape(source)[dim]
+    bounds = [call.get("start", 0), call.get("end", size)]
+    reading = plain_view(call.of(source))
+    step = call.get("step", 1)
+    if step != 1 and all(isinstance(item, int) for item in bounds):
+        return only(_strided(reading, dim, size, bounds[0], step))
+    if not all(isinstance(item, int) for item in bounds):
+        return only(reading if reading.kind in (Kind.SUM, Kind.SAME, Kind.ZERO) else UNKNOWN)
+    start, stop = (max(0, min(size, at + size if at < 0 else at)) for at in bounds)
+    return only(part(call, reading, dim, start, stop))
+
+
+def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Reading:
+    """Every so many-th element: of a cut dim the same ones in every part."""
+    if reading.kind is Kind.CUT and reading.dim == dim and ((size // reading.outer) % step or not 0 <= start < step):
+        raise ConflictError(f"takes every {step}th element of dim {dim}, which is {reading}")
+    return UNKNOWN if reading.kind in (*_WITH_ROWS, Kind.FRONT) and dim == 0 else reading
+
+
+def _slice_scatter(call: Call) -> Options:
+    """A tensor with a part of it exchanged, along a dim that is not cut."""
+    items = [call["self"], call["src"]]
+    readings = [plain_view(call.of(item)) for item in items]
+    if all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in readings):
+        return only(SAME)
+    return only(_one_of(call, items, readings, call.dim("dim", items[0])))
+
+
+def _narrow(call: Call) -> Options:
+    start = int(call["start"])
+    return only(
+        part(
+            call, plain_view(call.of(_source(call))), call.dim("dim", _source(call)), start, start + int(call["length"])
+        )
+    )
+
+
+def _split(call: Call) -> list[Options]:
+    """Also of values that were put into one to travel together."""
+    source = _source(call)
+    dim, reading = call.dim("dim", source), plain_view(call.of(source))
+    lengths = [call.shapes[call.node][at][dim] for at in range(call.outs)]
+    if reading.kind is Kind.PACKED:
+        if [length for length, _ in reading.tag] != lengths:
+            raise ConflictError("takes values apart in other places than they were put together")
+        return [options for _, options in reading.tag]
+    found, start = [], 0
+    for length in lengths:
+        found.append(only(part(call, reading, dim, start, start + length)))
+        start += length
+    return found
+
+
+def _select(call: Call) -> Options:
+    source = _source(call)
+    dim = call.dim("dim", source)
+    order = [at for at in range(len(call.shape(source))) if at != dim]
+    return _without(call, order)
+
+
+def _without(call: Call, order: Sequence[int]) -> Options:
+    reading = plain_view(call.of(_source(call)))
+    if reading.kind in (Kind.SUM, Kind.MEAN):
+        return only(reading)
+    if reading.kind is Kind.CUT and reading.dim not in order:
+        raise ConflictError(f"picks single elements of a dim that is {reading}")
+    if reading.kind is Kind.FRONT:
+        raise ConflictError("picks one rank's part of what was gathered")
+    return reordered(call, reading, order)
+
+
+def _unbind(call: Call) -> list[Options]:
+    source = _source(call)
+    dim = call.dim("dim", source)
+    return [_without(call, [at for at in range(len(call.shape(source))) if at != dim])] * call.outs
+
+
+# ---- putting together --------------------------------------------------------------------------------------------------
+
+
+def _cat(call: Call) -> Options:
+    items = call["tensors"]
+    dim = call.dim("dim", items[0])
+    readings = [plain_view(call.of(item)) for item in items]
+    kinds = {reading.kind for reading in readings}
+    if kinds <= {Kind.SAME, Kind.ZERO}:
+        bits = ALL_DIMS
+        for reading in readings:
+            bits &= reading.dim if reading.kind is Kind.SAME else ALL_DIMS
+        return only(same(bits & ~(1 << dim) if len(items) > 1 else bits))
+    if len(set(readings)) == 1 and not (readings[0].kind is Kind.CUT and readings[0].dim == dim):
+        return only(readings[0] if readings[0].kind not in _WITH_ROWS or dim else UNKNOWN)
+    if Kind.UNKNOWN in kinds:
+        return only(UNKNOWN)
+    if kinds == {Kind.CUT} and {reading.dim for reading in readings} == {dim}:
+        stripes = {call.shape(item)[dim] // reading.outer for item, reading in zip(items, readings, strict=True)}
+        if len(stripes) == 1:
+            return only(cut(dim, sum(reading.outer for reading in readings)))
+    if len(call.out_shape) == 1:
+        return only(packed([(call.shape(item)[0], (reading,)) for item, reading in zip(items, readings, strict=True)]))
+    return only(_one_of(call, items, readings, dim))
+
+
+def packed(parts: Sequence[tuple[int, Options]]) -> Reading:
+    """Flat values that travel together, each with its length and its own ways of being read."""
+    alike = {options for _, options in parts}
+    if alike in ({(SUM,)}, {(SAME,)}):
+        return next(iter(alike))[0]
+    return Reading(Kind.PACKED, tag=tuple(parts))
+
+
+def _one_of(call: Call, items: Sequence[Any], readings: Sequence[Reading], dim: int) -> Reading:
+    """Pieces that are zero, or equal along the dim, go with one that is cut."""
+    parts = {reading for reading in readings if reading.kind not in (Kind.SAME, Kind.ZERO)}
+    found = parts.pop()
+    at = found.dim if found.kind is Kind.CUT else 0
+    fits = all(
+        reading == found
+        or reading.kind is Kind.ZERO
+        or (reading.kind is Kind.SAME and found.kind is not Kind.SUM and reading.dim >> at & 1)
+        for reading in readings
+    )
+    if parts or not fits or (found.kind is not Kind.SUM and at == dim):
+        raise ConflictError("puts values together that do not lie alike (" + ", ".join(map(str, readings)) + ")")
+    return found
+
+
+def _stack(call: Call) -> Options:
+    items = call["tensors"]
+    dim = int(call.get("dim", 0)) % (len(call.shape(items[0])) + 1)
+    readings = [plain_view(call.of(item)) for item in items]
+    if all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in readings):
+        return only(SAME)
+    found = _one_of(call, items, readings, -1)
+    if found.kind is Kind.CUT:
+        return only(found._replace(dim=found.dim + (dim <= found.dim)))
+    return only(found if found.kind not in _WITH_ROWS or dim else UNKNOWN)
+
+
+def _pad(call: Call) -> Options:
+    source = _source(call)
+    reading, pad, ndim = plain_view(call.of(source)), list(call["pad"]), len(call.shape(source))
+    padded = {ndim - 1 - at // 2 for at, width in enumerate(pad) if width}
+    if reading.kind is Kind.CUT and reading.dim in padded:
+        raise ConflictError(f"pads a dim that is {reading}")
+    if reading.kind is Kind.SUM and call.get("value", 0):
+        raise ConflictError("pads a sum still to be taken with a number, which every rank would add")
+    if reading.kind is Kind.SAME and reading.dim != ALL_DIMS:
+        return only(same(reading.dim & ~sum(1 << dim for dim in padded)))
+    return only(SAME if reading.kind is Kind.SAME else reading)
+
+
+def _complex(call: Call) -> Options:
+    """Real and imaginary part as a last dim of two, or back."""
+    source = _source(call)
+    reading, ndim = plain_view(call.of(source)), min(len(call.shape(source)), len(call.out_shape))
+    if reading.kind is Kind.CUT and reading.dim >= ndim:
+        raise ConflictError("has real and imaginary part on different ranks")
+    return only(SAME if reading.kind is Kind.SAME else reading)
+
+
+def _triangle(call: Call) -> Options:
+    source = _source(call)
+    reading, ndim = plain_view(call.of(source)), len(call.shape(source))
+    if reading.kind is Kind.CUT and reading.dim >= ndim - 2:
+        raise ConflictError("takes a triangle of a matrix that is cut")
+    return only(SAME if reading.kind is Kind.SAME else reading)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        words("aten.reshape aten.view aten._unsafe_view aten.flatten aten.unflatten aten.view_as aten.reshape_as"),
+        _reshape,
+    ),
+    "aten.permute": _permute,
+    **dict.fromkeys(words("aten.transpose aten.t aten.swapaxes"), _transpose),
+    "aten.movedim": _movedim,
+    "aten.unsqueeze": _unsqueeze,
+    **dict.fromkeys(words("aten.slice_backward aten.select_backward"), _slice_backward),
+    "aten.squeeze": _squeeze,
+    **dict.fromkeys(words("aten.expand aten.expand_as aten.broadcast_to"), _expand),
+    "aten.repeat": _repeat,
+    "aten.slice": _slice,
+    "aten.narrow": _narrow,
+    **dict.fromkeys(words("aten.split aten.split_with_sizes aten.chunk"), _split),
+    "aten.select": _select,
+    "aten.unbind": _unbind,
+    **dict.fromkeys(words("aten.cat aten.concat"), _cat),
+    "aten.stack": _stack,
+    "aten.slice_scatter": _slice_scatter,
+    **dict.fromkeys(words("aten.constant_pad_nd aten.pad"), _pad),
+    **dict.fromkeys(words("aten.view_as_real aten.view_as_complex"), _complex),
+    **dict.fromkeys(words("aten.tril aten.triu"), _triangle),
+}
+
+# these bring the dim of an axis to the front, or back
+MOVES = frozenset({"aten.permute", "aten.transpose", "aten.movedim"})
