@@ -27,6 +27,7 @@ from .program import Program
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .state import State, fill_meta, save_pretrained
+from .verify.order import agreement
 from .weights import Weights
 
 _LOG = logging.getLogger("moecompile")
@@ -198,7 +199,7 @@ class ParallelModel(nn.Module):
             program = compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=True)
         except Exception as found:
             error = found
-        text = "" if program is None else hashlib.sha256(program.graph_module.code.encode()).hexdigest()
+        text = "" if program is None else agreement(program)
         if meta_init.on_meta(self.plain):
             text += f"\ntorch.initial_seed() {torch.initial_seed()}, from which the weights are drawn"
         if state.control:

@@ -272,3 +272,40 @@ def _before_reduction(node: Node) -> Node:
     bucket: Any = part.args[0].args[0].args[0]
     flat: Any = bucket.args[0][part.args[1]]
     return flat.args[0]  # type: ignore[no-any-return]
+
+
+# ---- two errors that make up for each other ----------------------------------------------------------------------------
+
+
+def compensating(program: Program) -> Iterator[tuple[Mutant, Mutant]]:
+    """A collective and its transpose in the backward changed alike; one gradient left out and another summed twice."""
+    by_node: dict[str, list[Mutant]] = {}
+    for mutant in mutants(program):
+        by_node.setdefault(mutant.node, []).append(mutant)
+    for forward, backward in _twins(program):
+        for one in by_node.get(forward.name, ()):
+            for other in by_node.get(backward.name, ()):
+                if one.kind in ("drop", "axis", "double") and (one.kind, one.detail) == (other.kind, other.detail):
+                    yield one, other
+    skipped = [mutant for mutant in mutants(program) if mutant.kind == "gradient" and mutant.detail == "not reduced"]
+    doubled = [mutant for mutant in mutants(program) if mutant.kind == "gradient" and mutant.detail == "reduced twice"]
+    yield from zip(skipped, doubled[1:], strict=False)
+
+
+def _twins(program: Program) -> Iterator[tuple[Node, Node]]:
+    """Collectives that a gradient passes, each with its transpose; the backward runs the other way round."""
+    calls = [
+        node for node in program.graph.nodes if node.target in ops.TRANSPOSE and meta.tensor(node).is_floating_point()
+    ]
+    backward = [node for node in calls if meta.direction(node) is meta.Direction.BACKWARD]
+    for node in calls:
+        if meta.direction(node) is meta.Direction.FORWARD and meta.is_differentiated(node):
+            found = next((item for item in reversed(backward) if _transposed(node, item)), None)
+            if found is not None:
+                backward.remove(found)
+                yield node, found
+
+
+def _transposed(forward: Node, backward: Node) -> bool:
+    axes = (str(node.args[AXIS_ARGUMENT[node.target]]) for node in (forward, backward))  # type: ignore[index]
+    return backward.target is ops.TRANSPOSE[forward.target] and len(set(axes)) == 1  # type: ignore[index]

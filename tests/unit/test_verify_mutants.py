@@ -1,0 +1,177 @@
+"""Programs with a planted error: every one is caught before it runs, or by a lock-step run, or is shown to be no error.
+
+A mutant counts as caught statically if `check_spread` or one of the other checks of the verifier refuses it. The others are run on all
+ranks in lock step and compared with the plain model. What neither minds must be the same program by another name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from moecompile import pipeline as pipelines
+from moecompile.compat import without_autocast
+from moecompile.compilation import Request, as_program, capture, default_pipeline
+from moecompile.errors import VerifyError
+from moecompile.passes import PASSES
+from moecompile.plan import Plan
+from moecompile.program import Program
+from moecompile.verify import verify_program
+from moecompile.verify.spread import check_spread
+from tests.support.models import Config, build, tokens
+from tests.support.mutants import Mutant, compensating, mutants, mutated
+from tests.support.parity import LockStep, Run, compare, plain, slice_for
+
+CONFIG = Config("ops", layers=1, hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
+SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
+# what no static check can know: that a number is not the one that the model has, or that the model's experts have another order
+LOCK_STEP_ONLY = {"scale", "experts", "counts"}
+
+
+@dataclass
+class Score:
+    """How many mutants of each kind there were and who caught them; ``missed`` were not, though they are errors."""
+
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lock_step: list[str] = field(default_factory=list)
+    equivalent: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = sorted({kind for kind, _ in self.found})
+        rows = [f"{'kind':12} {'all':>4} {'static':>6} {'lock step':>9} {'equal':>5}"]
+        for kind in [*kinds, "total"]:
+            counts = [
+                sum(self.found[one, who] for one in ([kind] if kind != "total" else kinds))
+                for who in ("static", "lock step", "equal")
+            ]
+            rows.append(f"{kind:12} {sum(counts):4} {counts[0]:6} {counts[1]:9} {counts[2]:5}")
+        return "\n".join(rows)
+
+
+class Laboratory:
+    """One model under one plan, its reference run, and its programs before and after differentiation."""
+
+    def __init__(self, plan: Plan, config: Config = CONFIG) -> None:
+        self.plan, self.config = plan, config
+        self.batches = [tokens(2 * (plan.dp or 1), 8, 0, ignored=0.3)]
+        self.lock_step = LockStep(build(config), plan, self.batches[0])
+        self.step = self.lock_step.program
+        self.reference: Run = plain(build(config), self.batches)
+        assert self.runs_right(self.step)
+
+    def model(self) -> Program:
+        """The program as it is before differentiation."""
+        head = default_pipeline(self.plan, step=True).partition(",differentiate")[0]
+        model = build(self.config)
+        request = Request((), slice_for(self.batches[0], self.plan, 0), self.plan)
+        program = as_program(capture(model, request), request)
+        with without_autocast():
+            return pipelines.run(program, pipelines.parse(head, PASSES), PASSES, record_text=False)
+
+    def finished(self, program: Program) -> Program:
+        """The rest of the pipeline, unverified."""
+        tail = "differentiate" + default_pipeline(self.plan, step=True).partition(",differentiate")[2]
+        with without_autocast():
+            return pipelines.run(program, pipelines.parse(tail, PASSES), PASSES, check=False, record_text=False)
+
+    def runs_right(self, program: Program) -> bool:
+        """Whether all ranks together compute what the plain model does."""
+        self.lock_step.program = program
+        self.lock_step.reset()
+        try:
+            compare(self.lock_step.run(self.batches), self.reference)
+        except Exception:  # a deadlock, a shape that does not fit, another result: all are noticed
+            return False
+        return True
+
+
+def refused(program: Program) -> bool:
+    """Whether a static check raises."""
+    for check in (check_spread, verify_program):
+        try:
+            check(program)
+        except VerifyError:
+            return True
+    return False
+
+
+def score(laboratory: Laboratory, program: Program, changes: Sequence[tuple[Mutant, ...]]) -> Score:
+    found = Score()
+    differentiated = program is laboratory.step
+    assert not refused(mutated(program)), "the program itself must pass"
+    for change in changes:
+        made = mutated(program, *change)
+        name, kind = " and ".join(map(str, change)), change[0].kind if len(change) == 1 else "pair"
+        if refused(made):
+            found.found[kind, "static"] += 1
+        elif not laboratory.runs_right(made if differentiated else laboratory.finished(made)):
+            found.found[kind, "lock step"] += 1
+            found.lock_step.append(name)
+        else:
+            found.found[kind, "equal"] += 1
+            found.equivalent.append(name)
+    return found
+
+
+def is_the_same(plan: Plan, program: Program, name: str) -> bool:
+    """Whether a mutant only names the same groups of ranks by another axis."""
+    before, arrow, after = name.rpartition(" -> ")
+    return bool(arrow) and program.mesh.groups(before.split()[-1]) == program.mesh.groups(after)
+
+
+def check(laboratory: Laboratory, program: Program, changes: Sequence[tuple[Mutant, ...]]) -> Score:
+    found = score(laboratory, program, changes)
+    print(f"\n{laboratory.plan}\n{found}\nonly in lock step: {found.lock_step}\nequivalent: {found.equivalent}")
+    assert all(is_the_same(laboratory.plan, program, name) for name in found.equivalent), found.equivalent
+    assert {name.split()[0] for name in found.lock_step} <= LOCK_STEP_ONLY, found.lock_step
+    return found
+
+
+@pytest.fixture(scope="module")
+def sequence() -> Laboratory:
+    return Laboratory(SEQUENCE)
+
+
+def test_errors_of_a_whole_step(sequence: Laboratory) -> None:
+    """Scales apart, which look like the model's own numbers, nothing needs a run to be found."""
+    found = check(sequence, sequence.step, [(mutant,) for mutant in mutants(sequence.step)])
+    caught = sum(count for (kind, who), count in found.found.items() if who == "static" and kind not in LOCK_STEP_ONLY)
+    assert caught >= 110
+
+
+def test_errors_before_differentiation(sequence: Laboratory) -> None:
+    """There the model's own numbers are known, and a factor that a pass put in must be a share."""
+    program = sequence.model()
+    found = check(sequence, program, [(mutant,) for mutant in mutants(program)])
+    assert found.found["scale", "static"] >= 16
+    assert all("div_" in name or name.startswith("experts permute") for name in found.lock_step), found.lock_step
+
+
+def test_errors_that_make_up_for_each_other(sequence: Laboratory) -> None:
+    """A collective and its transpose, changed alike, are still transposes of each other."""
+    pairs = list(compensating(sequence.step))
+    assert len(pairs) >= 20
+    found = check(sequence, sequence.step, pairs)
+    assert not found.lock_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=4, ep=2),
+        Plan(dp=4, ep=2, dispatch="allgather"),
+        Plan(dp=1, cp=2, ep=2),
+        Plan(dp=1, tp=4, ep=2),
+        Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
+    ],
+    ids=str,
+)
+def test_errors_under_other_plans(plan: Plan) -> None:
+    laboratory = Laboratory(plan)
+    for program in (laboratory.step, laboratory.model()):
+        check(laboratory, program, [(mutant,) for mutant in mutants(program)])
+    check(laboratory, laboratory.step, list(compensating(laboratory.step)))
