@@ -71,26 +71,28 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
         held = [(param, *cut[id(param)]) for param in group["params"] if id(param) in cut]
         if held:
             _, state, name = held[0]
-            _check_kind(opt, group, held[0][0], name, len(state.weights.global_shape(name)))
+            _check_kind(opt, group, held[0][0], state, name)
         for param, state, name in held:
             _check_state(opt, param, state, name)
     _looked_at[opt] = seen
 
 
-def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, name: str, ndim: int) -> None:
+def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, state: State, name: str) -> None:
     if type(opt) in _ELEMENTWISE:
         return
     why = next((_NEEDS_WHOLE[kind.__name__] for kind in type(opt).__mro__ if kind.__name__ in _NEEDS_WHOLE), None)
     if why is None:
         try:
-            if is_elementwise(opt, group, param, ndim):
+            if is_elementwise(opt, group, param, len(state.weights.global_shape(name))):
                 return
             why = "updates an element by what other elements are"
         except Exception as error:
             why = f"could not be tried on a small tensor ({type(error).__name__}: {error})"
+    cut = state.weights.cut_of(name)
+    assert cut is not None
     raise PlanError(
-        f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the expert-parallel ranks; use an elementwise "
-        "optimizer such as AdamW or SGD for the expert parameters, or ep=1."
+        f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the ranks of {cut.axis}; use an elementwise optimizer such "
+        f"as AdamW or SGD for the parameters that are cut, or {cut.axis}=1."
     )
 
 

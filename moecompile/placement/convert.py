@@ -65,7 +65,8 @@ def _note_sums(made: Node, new: Node) -> None:
     for node in reversed(between):
         if node.target in (ops.all_reduce, ops.reduce_scatter):
             sums.pop(str(node.args[ops.AXIS_ARGUMENT[node.target]]), None)
-        meta.set_placements(node, sums)
+        if sums:
+            meta.set_placements(node, sums)
 
 
 def _source(node: Node) -> Node | None:

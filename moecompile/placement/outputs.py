@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from .. import meta
+from ..errors import PassError
 from ..program import Input, InputKind, Output, OutputKind, Program
 from .gather import differentiated
 from .sharder import Sharder
@@ -40,7 +41,7 @@ def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> No
             outputs.append(item)
             continue
         have = walk.place(found, axis)
-        want = _wanted(found, item, have, rows, walk)
+        want = _wanted(found, item, have, rows, walk, axis)
         made = walk.convert(walk.env[found], found, axis, have, want) if meta.is_tensor(found) else walk.env[found]
         results.append(made)
         outputs.append(Output(item.kind, item.name, item.leaf, item.what, (*item.placements, (axis, want))))
@@ -61,7 +62,7 @@ def note_rows(program: Program, walk: Sharder, axis: str) -> None:
     rows = _batch_sizes(program, axis)
     for at, (found, item) in enumerate(zip(program.output_nodes(), program.outputs, strict=True)):
         if item.kind is OutputKind.USER and isinstance(found, Node):
-            want = _wanted(found, item, walk.place(found, axis), rows, walk)
+            want = _wanted(found, item, walk.place(found, axis), rows, walk, axis)
             program.outputs[at] = replace(item, placements=(*item.placements, (axis, want)))
 
 
@@ -75,7 +76,7 @@ def _batch_sizes(program: Program, axis: str) -> set[int]:
     }
 
 
-def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sharder) -> Placement:
+def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sharder, axis: str) -> Placement:
     """How a result leaves the program on one axis."""
     if item.kind is OutputKind.LOSS:
         return PARTIAL
@@ -84,6 +85,11 @@ def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sh
     if item.kind is OutputKind.USER:
         if isinstance(have, Replicate) and _is_batch(found, rows, walk):
             return Shard(0)
+        if isinstance(have, Shard) and have.rows and axis != "dp":
+            raise PassError(
+                f"shard-dense: {meta.where(found)} is returned to the caller, but holds rows of experts, each rank of {axis} those of its "
+                f"own tokens; return the result of the layer, or use {axis}=1."
+            )
         if isinstance(have, Shard) and _is_striped(have, item):
             return REPLICATE
     return have

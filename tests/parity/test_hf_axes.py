@@ -139,6 +139,22 @@ def test_adapters_on_attention(targets: list[str], plan: Plan) -> None:
     assert found.grads and all("lora" in name for name in found.grads)
 
 
+@pytest.mark.parametrize("plan", [TP, SP], ids=["tp", "sp"])
+def test_case_32_adapters_on_experts(plan: Plan) -> None:
+    """A low-rank update of expert weights, which are cut over ep, on tokens that are cut over tp; a shared expert beside them."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = build("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=0)
+    made = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["o_proj"], target_parameters=names))
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            if "lora_B" in name:
+                param.copy_(0.05 * torch.randn(param.shape, generator=source, dtype=param.dtype))
+    found = check(made.double(), plan, hf_models.batch())
+    assert sum("experts" in name for name in found.grads) == 4
+    assert any("shared_experts" in name for name in cut(found.program))
+
+
 # ---- what a call returns -------------------------------------------------------------------------------------------------
 
 

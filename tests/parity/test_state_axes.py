@@ -277,3 +277,24 @@ def test_frozen_linears_are_cut_and_have_no_gradient(ranks: Ranks, plan: Plan) -
                 assert found is not None and difference(name, found, grad) < 1e-11
         for name, value in alone.state_dict().items():
             assert difference(name, weights[name], value) < 1e-11, name
+
+
+def stepped_by_muon(rank: int, plan: Plan) -> tuple[str, str]:
+    """What an optimizer of whole matrices says to a linear that is cut over tp, and to one that is whole."""
+    said = []
+    for name in ("layers.0.out.weight", "layers.0.moe.router.weight"):
+        model = make()
+        with parallel(model, plan) as made:
+            made(**slice_for(BATCHES[0], plan, rank))["loss"].backward()
+            try:
+                torch.optim.Muon([model.get_parameter(name)], lr=0.1).step()
+                said.append("")
+            except mc.PlanError as error:
+                said.append(str(error))
+    return said[0], said[1]
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_on_a_cut_linear(ranks: Ranks) -> None:
+    for cut, whole in ranks.run(2, stepped_by_muon, SAVED):
+        assert "'layers.0.out.weight' is cut over the ranks of tp" in cut and cut.endswith("or tp=1.")
+        assert whole == ""

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from moecompile import graph as graphs
 from moecompile import meta, ops
-from moecompile.compilation import Request, as_program, capture
+from moecompile.compilation import Request, as_program, capture, default_pipeline
 from moecompile.errors import PassError
 from moecompile.passes.shard_linears import ShardLinears
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.printer import graph_text
 from moecompile.program import InputKind, Program
+from moecompile.simulate import simulate_ranks
 from tests.support import golden, models
 from tests.support.golden import Attentive, Gated
+from tests.support.parity import LockStep, compare, plain
 
 BEFORE = "recognize-moe,shard-dense"
 aten = torch.ops.aten
@@ -242,12 +244,12 @@ def test_projections_side_by_side_are_cut_in_stripes(join: Callable[..., Tensor]
 
 
 class FewKeys(nn.Module):
-    """Four query heads share one head of keys and values."""
+    """Heads of queries that share fewer heads of keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 4, keys: int = 1) -> None:
         super().__init__()
-        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
-        self.out = nn.Linear(8, 8)
+        self.query, self.out = nn.Linear(8, 2 * heads), nn.Linear(2 * heads, 8)
+        self.key, self.value = nn.Linear(8, 2 * keys), nn.Linear(8, 2 * keys)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -258,9 +260,18 @@ class FewKeys(nn.Module):
         return out.square().sum()
 
 
-def test_few_heads_of_keys_stay_whole_beside_cut_queries() -> None:
-    program = of(FewKeys(), 2, 4, 8)
-    assert cuts(program) == {"query.weight": Shard(0), "query.bias": Shard(0), "out.weight": Shard(1)}
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(4, 1, 2), (8, 2, 4), (12, 3, 2), (12, 2, 3), (6, 3, 6)], ids=str)
+def test_few_heads_of_keys_stay_whole_beside_cut_queries(heads: int, keys: int, ranks: int) -> None:
+    """Each rank picks the keys and values that its queries read; loss and gradients are those of one process."""
+    torch.manual_seed(0)
+    model, x = FewKeys(heads, keys).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    loss = model(x)
+    loss.backward()
+    found = simulate_ranks(model, Plan(dp=1, tp=ranks), [(x,)] * ranks)
+    assert cuts(found.program) == {"query.weight": Shard(0), "query.bias": Shard(0), "out.weight": Shard(1)}
+    torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-12, atol=0)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-9, atol=1e-12)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
@@ -281,3 +292,35 @@ def test_tokens_that_tp_does_not_divide_are_refused() -> None:
         PassError, match="routes 3 tokens, which are shared out over tp=2 ranks; choose a batch whose tokens"
     ):
         rewrite(golden.Block(), Plan(dp=1, tp=2, ep=2))
+
+
+class Rows(golden.Experts):
+    """Hands out what the experts compute, before it is back in the order of the tokens."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        rows, counts, row_map = ops.permute(torch.cat([x, -x]), torch.cat([ids, ids]).reshape(-1, 1), golden.EXPERTS)
+        rows = ops.grouped_linear(rows, counts, self.w)
+        return {"loss": ops.unpermute(rows, row_map, 2 * x.shape[0], 1).sum(), "rows": rows}
+
+
+def test_rows_of_experts_are_no_result() -> None:
+    with pytest.raises(
+        PassError, match=r"holds rows of experts, each rank of tp those of its own tokens; return the result"
+    ):
+        rewrite(Rows(), Plan(dp=1, tp=2, ep=2))
+
+
+# ---- beside the cut of the sequence over cp -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_it_may_come_before_the_sequence_is_cut(sequence: bool) -> None:
+    """Both orders of the two passes give the numbers of one process, outputs included."""
+    config, plan = models.Config("ops", layers=1, hidden=8, heads=2, shared=True, aux=0.1), Plan(dp=1, cp=2, tp=2, ep=2)
+    plan, batches = replace(plan, sequence_parallel=sequence), [models.tokens(2, 8, 0, ignored=0.3)]
+    usual = default_pipeline(plan, step=True)
+    swapped = usual.replace("shard-sequence,shard-linears", "shard-linears,shard-sequence")
+    assert swapped != usual
+    for text in (usual, swapped):
+        lock_step = LockStep(models.build(config), plan, batches[0], pipeline=text)
+        compare(lock_step.run(batches), plain(models.build(config), batches))

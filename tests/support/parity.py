@@ -279,11 +279,10 @@ class LockStep:
         return Run(steps, self._gathered([{k: v.detach() for k, v in held.items()} for held in self.ranks]))
 
     def _output(self, name: str, parts: list[Tensor], shape: torch.Size) -> Tensor:
-        """An output of the plain model's shape: parts over tp and cp are put together first, the innermost cut before the other."""
+        """An output of the plain model's shape: parts over tp and cp are put together first, the last cut before the one before."""
         item = next(item for item in self.program.outputs if item.leaf == self._output_names().index(name))
-        for axis in ("tp", "cp"):
-            placed = dict(item.placements).get(axis)
-            if isinstance(placed, Shard):
+        for axis, placed in reversed(item.placements):
+            if axis in ("tp", "cp") and isinstance(placed, Shard):
                 groups = [self.mesh.group_ranks(axis, rank) for rank in range(self.mesh.world_size)]
                 parts = [put_together([parts[rank] for rank in group], placed) for group in groups]
         return assemble_output(name, parts, shape, self.mesh)
