@@ -27,8 +27,6 @@ from tests.support.parity import LockStep, Run, compare, plain, slice_for
 
 CONFIG = Config("ops", layers=1, hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
 SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
-# what no static check can know: that a number is not the one that the model has, or that the model's experts have another order
-LOCK_STEP_ONLY = {"scale", "experts", "counts"}
 
 
 @dataclass
@@ -116,55 +114,74 @@ def score(laboratory: Laboratory, program: Program, changes: Sequence[tuple[Muta
     return found
 
 
-def is_the_same(plan: Plan, program: Program, name: str) -> bool:
+# Mutants that are no errors: another name for the same groups of ranks.
+EQUIVALENT = {
+    Plan(dp=2, ep=2): [
+        "axis exchange_counts ep -> dp",
+        "axis all_reduce dp -> ep",
+        "axis all_reduce_2 dp -> ep",
+        "axis all_reduce_4 dp -> ep",
+        "axis dispatch ep -> dp and axis combine_1 ep -> dp",
+        "axis combine ep -> dp and axis dispatch_1 ep -> dp",
+    ],
+    SEQUENCE: [
+        "axis exchange_counts ep -> dp+tp",
+        "axis all_reduce_7 dp+tp -> ep",
+        "axis dispatch ep -> dp+tp and axis combine_1 ep -> dp+tp",
+        "axis combine ep -> dp+tp and axis dispatch_1 ep -> dp+tp",
+    ],
+}
+
+
+def is_the_same(program: Program, name: str) -> bool:
     """Whether a mutant only names the same groups of ranks by another axis."""
     before, arrow, after = name.rpartition(" -> ")
     return bool(arrow) and program.mesh.groups(before.split()[-1]) == program.mesh.groups(after)
 
 
 def check(laboratory: Laboratory, program: Program, changes: Sequence[tuple[Mutant, ...]]) -> Score:
+    """Score the mutants: one that is not refused has to be no error, and to run right."""
     found = score(laboratory, program, changes)
     print(f"\n{laboratory.plan}\n{found}\nonly in lock step: {found.lock_step}\nequivalent: {found.equivalent}")
-    assert all(is_the_same(laboratory.plan, program, name) for name in found.equivalent), found.equivalent
-    assert {name.split()[0] for name in found.lock_step} <= LOCK_STEP_ONLY, found.lock_step
+    assert all(is_the_same(program, name) for name in found.equivalent), found.equivalent
     return found
 
 
-@pytest.fixture(scope="module")
-def sequence() -> Laboratory:
-    return Laboratory(SEQUENCE)
+def every_change(program: Program) -> list[tuple[Mutant, ...]]:
+    return [*((mutant,) for mutant in mutants(program)), *compensating(program)]
 
 
-def test_errors_of_a_whole_step(sequence: Laboratory) -> None:
-    """Scales apart, which look like the model's own numbers, nothing needs a run to be found."""
-    found = check(sequence, sequence.step, [(mutant,) for mutant in mutants(sequence.step)])
-    caught = sum(count for (kind, who), count in found.found.items() if who == "static" and kind not in LOCK_STEP_ONLY)
-    assert caught >= 110
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185)], ids=str)
+def test_every_error_of_a_step_is_refused(plan: Plan, at_least: int) -> None:
+    """Also two that make up for each other. What is not refused is listed by name, and is no error."""
+    laboratory = Laboratory(plan)
+    changes = every_change(laboratory.step)
+    found = check(laboratory, laboratory.step, changes)
+    assert found.lock_step == []
+    assert found.equivalent == EQUIVALENT[plan]
+    assert len(changes) - len(found.equivalent) >= at_least
 
 
-def test_errors_before_differentiation(sequence: Laboratory) -> None:
-    """There the model's own numbers are known, and a factor that a pass put in must be a share."""
-    program = sequence.model()
-    found = check(sequence, program, [(mutant,) for mutant in mutants(program)])
-    assert found.found["scale", "static"] >= 16
-    assert all("div_" in name or name.startswith("experts permute") for name in found.lock_step), found.lock_step
-
-
-def test_errors_that_make_up_for_each_other(sequence: Laboratory) -> None:
-    """A collective and its transpose, changed alike, are still transposes of each other."""
-    pairs = list(compensating(sequence.step))
-    assert len(pairs) >= 20
-    found = check(sequence, sequence.step, pairs)
-    assert not found.lock_step
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), SEQUENCE], ids=str)
+def test_errors_before_differentiation(plan: Plan) -> None:
+    """A division that the model has may be left out: fused ops swallow some, so that no count tells."""
+    laboratory = Laboratory(plan)
+    program = laboratory.model()
+    found = check(laboratory, program, [(mutant,) for mutant in mutants(program)])
+    assert all(name.startswith("scale div_") and name.endswith("not divided") for name in found.lock_step)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
+        Plan(dp=2, ep=2, dispatch="allgather"),
+        Plan(dp=1, cp=2, ep=2),
+        Plan(dp=1, cp=2, ep=2, dispatch="allgather"),
         Plan(dp=4, ep=2),
         Plan(dp=4, ep=2, dispatch="allgather"),
-        Plan(dp=1, cp=2, ep=2),
         Plan(dp=1, tp=4, ep=2),
         Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
     ],
@@ -172,6 +189,5 @@ def test_errors_that_make_up_for_each_other(sequence: Laboratory) -> None:
 )
 def test_errors_under_other_plans(plan: Plan) -> None:
     laboratory = Laboratory(plan)
-    for program in (laboratory.step, laboratory.model()):
-        check(laboratory, program, [(mutant,) for mutant in mutants(program)])
-    check(laboratory, laboratory.step, list(compensating(laboratory.step)))
+    found = check(laboratory, laboratory.step, every_change(laboratory.step))
+    assert found.lock_step == []

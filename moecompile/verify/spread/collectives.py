@@ -34,14 +34,28 @@ def _all_reduce(call: Call) -> Options:
         return only(reading)
     if op == "sum" and reading == SUM:
         return only(SAME)
-    if op == "sum" and reading.kind is Kind.PACKED and all(SUM in options for _, options in reading.tag):
-        return only(SAME)
+    if op == "sum" and reading.kind is Kind.PACKED:
+        return only(_packed_sums(reading))
     if op != "sum" and reading.kind is Kind.EXTREME and reading.tag == op:
         return only(SAME)
     due = (
         f"only the {reading.tag} of a partial {reading.tag}" if reading.kind is Kind.EXTREME else "only a sum of parts"
     )
     raise ConflictError(f"takes the {op} over {call['axis']} of {source.name}, which is {reading}; {due} may be taken")
+
+
+def _packed_sums(reading: Reading) -> Reading:
+    """Of several values in a row each has to be a sum; what is not known of one stays so."""
+    for _, options in reading.tag:
+        if SUM not in options and UNKNOWN not in options:
+            raise ConflictError(
+                f"adds up values in a row of which one is {options[0]}; only a sum of parts may be taken"
+            )
+    if all(UNKNOWN not in options for _, options in reading.tag):
+        return SAME
+    return reading._replace(
+        tag=tuple((size, (UNKNOWN if UNKNOWN in options else SAME,)) for size, options in reading.tag)
+    )
 
 
 def _all_gather(call: Call) -> Options:

@@ -190,6 +190,7 @@ RULES: dict[str, Rule] = {
     "aten.eq": _equal,
     "aten.where": _where,
     "aten.masked_fill": _masked_fill,
+    "aten.masked_fill_": _masked_fill,
     "aten.pow": _power,
     "moe.graft": _first,
     "moe.swiglu": _swiglu,

@@ -6,7 +6,7 @@ from typing import Any
 
 from .call import Call, Rule, only, plain, together
 from .elementwise import words
-from .readings import MEAN, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, is_even
+from .readings import MEAN, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, is_even
 
 _PARTS = (Kind.CUT, Kind.ROWS, Kind.AWAY)
 _TERMS = (Kind.SUM, Kind.MEAN)
@@ -231,6 +231,8 @@ def _uniform(call: Call) -> Options:
             raise ConflictError(f"draws the same numbers on all ranks for a value that is {like}")
         return only(SAME if like.kind in (Kind.SAME, Kind.ZERO, *_TERMS) else UNKNOWN)
     dim, outer = call["dim"][at], call["outer"][at]
+    if like.kind is Kind.ZERO:  # made for its shape, and nobody knows yet how it lies
+        return only(cut(dim, outer))
     if like.kind is not Kind.CUT:
         raise ConflictError(f"draws other numbers on each rank for a value that is {like}")
     if (like.dim, like.outer) != (dim, outer):

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
+import torch
+from torch.fx import Node
+
+from ... import meta
+from ...program import Program
 from .readings import ALL_DIMS, ConflictError, Kind, Options, Reading, cut
 
 Shape = Sequence[int]
@@ -75,3 +82,38 @@ def _equal_dims(old: Shape, new: Shape, bits: int) -> int:
         if all(old[dim] == 1 or bits >> dim & 1 for dim in range(first, i)):
             equal |= sum(1 << dim for dim in range(start, j))
     return equal
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def shapes_of(program: Program) -> dict[Node, Any]:
+    """Shapes as numbers: every size that is known only at run time is a large prime of its own."""
+    symbols: dict[Any, int] = {}
+
+    def number(size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression.is_Symbol:
+            return symbols.setdefault(expression, _prime(len(symbols)))
+        for symbol in expression.free_symbols:
+            symbols.setdefault(symbol, _prime(len(symbols)))
+        return int(expression.subs(symbols))
+
+    def shape(found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            return tuple(map(number, found.shape))
+        return [shape(item) for item in found] if isinstance(found, (tuple, list)) else ()
+
+    return {node: shape(meta.value(node)) for node in program.graph.nodes if "val" in node.meta}
+
+
+@cache
+def _prime(index: int) -> int:
+    """One of the primes above a million, which no product of a model's sizes is likely to hold."""
+    number = 1_000_000 if index == 0 else _prime(index - 1)
+    while True:
+        number += 1
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            return number

@@ -10,6 +10,8 @@ from .elementwise import words
 from .readings import ALL_DIMS, MEAN, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, same
 
 _WITH_ROWS = (Kind.ROWS, Kind.AWAY)
+_TOLD = (Kind.RECEIVED, Kind.TABLE, Kind.SIZES)
+_REORDERS = frozenset({"aten.flip", "aten.roll", "aten.sort"})
 _EXTREMES = {
     "aten.amax": "max",
     "aten.any": "max",
@@ -101,6 +103,8 @@ def _along(linear: bool) -> Rule:
         dims = call.args.get("dims", call.get("dim", default))
         dims = dims_of(call, source, dims if dims not in (None, []) else list(range(len(call.shape(source)))))
         reading = plain(call.of(source))
+        if reading.kind in _TOLD and call.name in _REORDERS:
+            raise ConflictError(f"puts {source.name}, which is {reading}, into another order")
         if reduces(reading, dims):
             if call.name == "aten.cumsum":
                 return only(UNKNOWN)  # this rank's own part of it; what comes before is added from elsewhere

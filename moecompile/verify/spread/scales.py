@@ -1,8 +1,9 @@
-"""Which divisions by a number of ranks are the compiler's own, and which stand in the model.
+"""Which numbers that a program calculates with stand in the model, and which were put in.
 
 A value divided by 2 may be half of it, as the model says, or this rank's share of two. Before any pass cuts the model, every
-number that it multiplies or divides by is written down with its line; afterwards what is more than that was put in, and has to be a
-share.
+number that it multiplies by, divides by or adds is written down with its line; afterwards what is more than that was put in, and has
+to be a share. Differentiation brings numbers of its own, so all are written down once more behind it; later passes have none to
+add, and no division to leave out.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ from collections import Counter
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ... import meta
+from ...errors import VerifyError
+from ...graph import ancestors
 from ...pass_base import Fact
 from ...program import Level, Program
 from ..report import fault
-from .table import name_of
+from .table import CARRIERS, name_of
 
-_KEY = "moe_model_factors"
-_FACTORS = ("aten.mul", "aten.multiply", "aten.div", "aten.true_divide", "aten.divide")
+_MODEL, _STEP, _DIVIDED = "moe_model_factors", "moe_step_factors", "moe_step_divisions"
+_KINDS = {
+    **dict.fromkeys(("aten.mul", "aten.multiply"), "mul"),
+    **dict.fromkeys(("aten.div", "aten.true_divide", "aten.divide"), "div"),
+    **dict.fromkeys(("aten.add", "aten.sub", "aten.subtract", "aten.rsub"), "add"),
+}
+Key = tuple[str, str, float]
 
 
 class Origin(enum.Enum):
@@ -32,55 +41,106 @@ class Origin(enum.Enum):
 
 
 def remember(program: Program) -> None:
-    """Write the model's factors down, as long as no pass has cut it."""
-    if program.level is Level.MODEL and not program.facts & {Fact.TOKENS_SHARDED, Fact.EXPERTS_SHARDED}:
-        program.graph_module.meta[_KEY] = _count(program)
+    """Write down the model's numbers as long as no pass has cut it, and those of the step as soon as there is one."""
+    kept = program.graph_module.meta
+    if program.level is Level.STEP:
+        if _STEP not in kept:
+            kept[_STEP], kept[_DIVIDED] = _count(program), Counter(_divisions(program).values())
+    elif not program.facts & {Fact.TOKENS_SHARDED, Fact.EXPERTS_SHARDED}:
+        kept[_MODEL] = _count(program)
 
 
 def factor(node: Node) -> Any:
-    """The number that a node multiplies or divides a float by; None for any other node."""
-    if name_of(node.target) not in _FACTORS or not meta.is_tensor(node) or not meta.tensor(node).is_floating_point():
+    """The number that a node multiplies, divides or adds to a tensor; None for any other node."""
+    if node.op != "call_function" or name_of(node.target) not in _KINDS or not meta.is_tensor(node):
         return None
     found = node.args[1] if len(node.args) > 1 else None
     return found if isinstance(found, (int, float)) else None
 
 
-def _key(node: Node) -> tuple[str, bool, float]:
-    return meta.source(node), name_of(node.target) in _FACTORS[2:], float(factor(node))
+def _key(node: Node) -> Key:
+    return meta.source(node), _KINDS[name_of(node.target)], float(factor(node))
 
 
-def _count(program: Program) -> Counter[tuple[str, bool, float]]:
-    forward = (node for node in program.graph.nodes if meta.direction(node) is meta.Direction.FORWARD)
-    return Counter(_key(node) for node in forward if node.op == "call_function" and factor(node) is not None)
+def _count(program: Program) -> Counter[Key]:
+    return Counter(_key(node) for node in program.graph.nodes if factor(node) is not None)
+
+
+def _divisions(program: Program) -> dict[tuple[Any, ...], Key]:
+    """Divisions by a whole number that an output depends on; equal calls count once, whatever views lie between."""
+    live, numbers, found = ancestors(program.graph.output_node()), dict[Node, Any](), dict[tuple[Any, ...], Key]()
+    for node in program.graph.nodes:
+        if node not in live:
+            continue
+        if name_of(node.target) in CARRIERS or (factor(node) is not None and _is_neutral(node)):
+            numbers[node] = numbers.get(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else len(numbers)
+            continue
+        key = (node.target, str(map_arg(node.args, numbers.get)), str(map_arg(node.kwargs, numbers.get)))
+        known = (key, meta.direction(node)) if node.op == "call_function" else (node.name,)
+        numbers[node] = hash(known)
+        if isinstance(factor(node), int) and factor(node) > 1 and _key(node)[1] == "div":
+            found[known] = _key(node)
+    return found
+
+
+def _is_neutral(node: Node) -> bool:
+    return bool(factor(node) == (0 if _key(node)[1] == "add" else 1))
 
 
 class Scales:
-    """The factors of one program against those of its model."""
+    """The numbers of one program against those of its model, and of the step that was derived from it."""
 
     def __init__(self, program: Program) -> None:
-        self._model: Counter[Any] | None = program.graph_module.meta.get(_KEY)
+        kept = program.graph_module.meta
+        self._model: Counter[Key] | None = kept.get(_MODEL)
+        self._step: Counter[Key] | None = kept.get(_STEP) if program.level is Level.STEP else None
         self._cut = Fact.TOKENS_SHARDED in program.facts
         self._exact = program.level is Level.MODEL  # later, ops are taken apart into others with numbers of their own
-        self._now = _count(program) if self._model is not None else Counter()
+        self._now = _count(program) if self._model is not None or self._step is not None else Counter()
+        self._forward = Counter(
+            _key(node)
+            for node in program.graph.nodes
+            if factor(node) is not None and meta.direction(node) is meta.Direction.FORWARD
+        )
 
     def origin(self, node: Node) -> Origin:
         """Where a division by a whole number comes from."""
         if self._model is None or meta.direction(node) is meta.Direction.BACKWARD:
             return Origin.OPEN
         key = _key(node)
-        if self._now[key] <= self._model[key]:
+        if self._forward[key] <= self._model[key]:
             return Origin.MODEL
         return Origin.ADDED if self._exact and not self._model[key] else Origin.OPEN
 
     def check(self, node: Node) -> None:
-        """A factor that no pass has reason to put in: shares are made by dividing by a whole number."""
-        if self._model is None or not self._exact or not self._cut or factor(node) is None:
-            return
-        if isinstance(factor(node), int) and name_of(node.target) in _FACTORS[2:]:
+        """A number that no pass has reason to put in: shares are made by dividing by a whole number."""
+        if factor(node) is None or not self._cut:
             return
         key = _key(node)
+        if self._step is not None and self._now[key] > self._step[key]:
+            raise fault(
+                node,
+                f"has the number {factor(node)}, which the step did not have in that line when it was differentiated; leave the "
+                f"scale as it is",
+            )
+        if self._model is None or not self._exact or (isinstance(factor(node), int) and key[1] == "div"):
+            return
         if self._now[key] > self._model[key]:
             raise fault(
                 node,
-                f"has the factor {factor(node)}, which the model does not have in that line; leave the scale as it is",
+                f"has the number {factor(node)}, which the model does not have in that line; leave the scale as it is",
             )
+
+    def check_divisions(self, program: Program) -> None:
+        """Every division that the step had when it was differentiated is still there."""
+        divided: Counter[Key] = program.graph_module.meta.get(_DIVIDED, Counter())
+        if self._step is None or not self._cut:
+            return
+        live = ancestors(program.graph.output_node())
+        now = Counter(_key(node) for node in live if factor(node) is not None)
+        for key, count in divided.items():
+            if now[key] < count:
+                raise VerifyError(
+                    f"the step has lost a division by {key[2]:g} in {key[0] or 'a line without name'} since it was "
+                    f"differentiated; leave the scale as it is."
+                )

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from ...compat import OpOverload
-from . import collectives, elementwise, experts, layers, lookups, products, reductions, views
+from . import collectives, elementwise, experts, joins, layers, lookups, products, reductions, views
 from .call import Rule
 from .elementwise import nonlinear
 
-_MODULES = (elementwise, views, reductions, products, lookups, layers, experts, collectives)
+_MODULES = (elementwise, views, joins, reductions, products, lookups, layers, experts, collectives)
 RULES: dict[str, Rule] = {name: rule for module in _MODULES for name, rule in module.RULES.items()}
 
 # these only move elements, so that parts may be on their way to where they belong
-CARRIERS = frozenset({*views.RULES, "aten.clone", "aten.contiguous", "aten._to_copy", "moe.reduce_scatter"})
+CARRIERS = frozenset(
+    {*views.RULES, *joins.RULES, "aten.clone", "aten.contiguous", "aten._to_copy", "moe.reduce_scatter"}
+)
 
 
 @cache

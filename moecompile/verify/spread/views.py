@@ -1,4 +1,4 @@
-"""Ops that only move elements: shapes, order of dims, parts, and putting together."""
+"""Ops that only move elements: shapes, order of dims, and parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .elementwise import words
 from .layout import reshaped
 from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
 
-_WITH_ROWS = (Kind.ROWS, Kind.AWAY)
+WITH_ROWS = (Kind.ROWS, Kind.AWAY)
 
 
 def _source(call: Call) -> Any:
@@ -21,7 +21,7 @@ def _source(call: Call) -> Any:
 def _reshape(call: Call) -> Options:
     source = _source(call)
     reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
-    if reading.kind in _WITH_ROWS and (not new or old[0] != new[0]):
+    if reading.kind in WITH_ROWS and (not new or old[0] != new[0]):
         return only(UNKNOWN)
     return reshaped(old, new, reading)
 
@@ -41,7 +41,7 @@ def reordered(call: Call, reading: Reading, order: Sequence[int | None]) -> Opti
         return only(same(moved_bits(reading.dim, order)))
     if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and reading.outer > 1):
         return _ranks_moved(call, reading, order)
-    if reading.kind in _WITH_ROWS:
+    if reading.kind in WITH_ROWS:
         return only(reading if order and order[0] == 0 else UNKNOWN)
     if reading.kind is Kind.SUM and order and order[0] not in (0, None):
         return (reading, *_ranks_to_front(call, order))
@@ -105,7 +105,7 @@ def _unsqueeze(call: Call) -> Options:
     order: list[int | None] = list(range(len(call.shape(source))))
     order.insert(int(call["dim"]) % (len(order) + 1), None)
     reading = plain_view(call.of(source))
-    if reading.kind in _WITH_ROWS or reading.kind is not Kind.SUM:
+    if reading.kind in WITH_ROWS or reading.kind is not Kind.SUM:
         return reordered(call, reading, order)
     return only(reading)
 
@@ -171,7 +171,7 @@ def _repeat(call: Call) -> Options:
     if reading.kind is Kind.SAME:
         order = [None if at < lead else at - lead for at in range(len(times))]
         return only(same(moved_bits(reading.dim, order)))
-    if reading.kind in _WITH_ROWS and (lead or times[0] != 1):
+    if reading.kind in WITH_ROWS and (lead or times[0] != 1):
         return only(UNKNOWN)
     return only(reading)
 
@@ -189,7 +189,7 @@ def part(call: Call, reading: Reading, dim: int, start: int, stop: int) -> Readi
         if start % inner or stop % inner:
             raise ConflictError(f"takes a part of dim {dim}, which is {reading}")
         return reading._replace(outer=(stop - start) // inner)
-    if reading.kind in (*_WITH_ROWS, Kind.FRONT) and dim == 0:
+    if reading.kind in (*WITH_ROWS, Kind.FRONT) and dim == 0:
         return UNKNOWN
     return reading
 
@@ -213,16 +213,15 @@ def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Re
     """Every so many-th element: of a cut dim the same ones in every part."""
     if reading.kind is Kind.CUT and reading.dim == dim and ((size // reading.outer) % step or not 0 <= start < step):
         raise ConflictError(f"takes every {step}th element of dim {dim}, which is {reading}")
-    return UNKNOWN if reading.kind in (*_WITH_ROWS, Kind.FRONT) and dim == 0 else reading
+    return UNKNOWN if reading.kind in (*WITH_ROWS, Kind.FRONT) and dim == 0 else reading
 
 
-def _slice_scatter(call: Call) -> Options:
-    """A tensor with a part of it exchanged, along a dim that is not cut."""
-    items = [call["self"], call["src"]]
-    readings = [plain_view(call.of(item)) for item in items]
-    if all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in readings):
-        return only(SAME)
-    return only(_one_of(call, items, readings, call.dim("dim", items[0])))
+def _repeat_interleave(call: Call) -> Options:
+    """Each element so many times in a row: a cut stays where it is."""
+    reading, dim = plain_view(call.of(_source(call))), call.get("dim")
+    if not isinstance(call.get("repeats"), int) or dim is None:
+        return only(SAME if reading.kind in (Kind.SAME, Kind.ZERO) else UNKNOWN)
+    return only(UNKNOWN if reading.kind in (*WITH_ROWS, Kind.FRONT) else reading)
 
 
 def _narrow(call: Call) -> Options:
@@ -274,79 +273,7 @@ def _unbind(call: Call) -> list[Options]:
     return [_without(call, [at for at in range(len(call.shape(source))) if at != dim])] * call.outs
 
 
-# ---- putting together --------------------------------------------------------------------------------------------------
-
-
-def _cat(call: Call) -> Options:
-    items = call["tensors"]
-    dim = call.dim("dim", items[0])
-    readings = [plain_view(call.of(item)) for item in items]
-    kinds = {reading.kind for reading in readings}
-    if kinds <= {Kind.SAME, Kind.ZERO}:
-        bits = ALL_DIMS
-        for reading in readings:
-            bits &= reading.dim if reading.kind is Kind.SAME else ALL_DIMS
-        return only(same(bits & ~(1 << dim) if len(items) > 1 else bits))
-    if len(set(readings)) == 1 and not (readings[0].kind is Kind.CUT and readings[0].dim == dim):
-        return only(readings[0] if readings[0].kind not in _WITH_ROWS or dim else UNKNOWN)
-    if Kind.UNKNOWN in kinds:
-        return only(UNKNOWN)
-    if kinds == {Kind.CUT} and {reading.dim for reading in readings} == {dim}:
-        stripes = {call.shape(item)[dim] // reading.outer for item, reading in zip(items, readings, strict=True)}
-        if len(stripes) == 1:
-            return only(cut(dim, sum(reading.outer for reading in readings)))
-    if len(call.out_shape) == 1:
-        return only(packed([(call.shape(item)[0], (reading,)) for item, reading in zip(items, readings, strict=True)]))
-    return only(_one_of(call, items, readings, dim))
-
-
-def packed(parts: Sequence[tuple[int, Options]]) -> Reading:
-    """Flat values that travel together, each with its length and its own ways of being read."""
-    alike = {options for _, options in parts}
-    if alike in ({(SUM,)}, {(SAME,)}):
-        return next(iter(alike))[0]
-    return Reading(Kind.PACKED, tag=tuple(parts))
-
-
-def _one_of(call: Call, items: Sequence[Any], readings: Sequence[Reading], dim: int) -> Reading:
-    """Pieces that are zero, or equal along the dim, go with one that is cut."""
-    parts = {reading for reading in readings if reading.kind not in (Kind.SAME, Kind.ZERO)}
-    found = parts.pop()
-    at = found.dim if found.kind is Kind.CUT else 0
-    fits = all(
-        reading == found
-        or reading.kind is Kind.ZERO
-        or (reading.kind is Kind.SAME and found.kind is not Kind.SUM and reading.dim >> at & 1)
-        for reading in readings
-    )
-    if parts or not fits or (found.kind is not Kind.SUM and at == dim):
-        raise ConflictError("puts values together that do not lie alike (" + ", ".join(map(str, readings)) + ")")
-    return found
-
-
-def _stack(call: Call) -> Options:
-    items = call["tensors"]
-    dim = int(call.get("dim", 0)) % (len(call.shape(items[0])) + 1)
-    readings = [plain_view(call.of(item)) for item in items]
-    if all(reading.kind in (Kind.SAME, Kind.ZERO) for reading in readings):
-        return only(SAME)
-    found = _one_of(call, items, readings, -1)
-    if found.kind is Kind.CUT:
-        return only(found._replace(dim=found.dim + (dim <= found.dim)))
-    return only(found if found.kind not in _WITH_ROWS or dim else UNKNOWN)
-
-
-def _pad(call: Call) -> Options:
-    source = _source(call)
-    reading, pad, ndim = plain_view(call.of(source)), list(call["pad"]), len(call.shape(source))
-    padded = {ndim - 1 - at // 2 for at, width in enumerate(pad) if width}
-    if reading.kind is Kind.CUT and reading.dim in padded:
-        raise ConflictError(f"pads a dim that is {reading}")
-    if reading.kind is Kind.SUM and call.get("value", 0):
-        raise ConflictError("pads a sum still to be taken with a number, which every rank would add")
-    if reading.kind is Kind.SAME and reading.dim != ALL_DIMS:
-        return only(same(reading.dim & ~sum(1 << dim for dim in padded)))
-    return only(SAME if reading.kind is Kind.SAME else reading)
+# ---- other shapes -------------------------------------------------------------------------------------------------------
 
 
 def _complex(call: Call) -> Options:
@@ -384,10 +311,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("aten.split aten.split_with_sizes aten.chunk"), _split),
     "aten.select": _select,
     "aten.unbind": _unbind,
-    **dict.fromkeys(words("aten.cat aten.concat"), _cat),
-    "aten.stack": _stack,
-    "aten.slice_scatter": _slice_scatter,
-    **dict.fromkeys(words("aten.constant_pad_nd aten.pad"), _pad),
+    "aten.repeat_interleave": _repeat_interleave,
     **dict.fromkeys(words("aten.view_as_real aten.view_as_complex"), _complex),
     **dict.fromkeys(words("aten.tril aten.triu"), _triangle),
 }

@@ -6,25 +6,27 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ... import meta
+from ...errors import VerifyError
 from ...pass_base import Fact
 from ...placement.types import Partial, Placement, Shard
 from ...program import Input, InputKind, Output, OutputKind, Program
 from ..report import fault
 from .call import Call, flat
 from .digits import Digits, digits_of
-from .readings import FILLED, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut
+from .joins import packed
+from .layout import shapes_of
+from .readings import FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
 from .scales import Origin, Scales
 from .table import CARRIERS, name_of, rule_of
-from .views import MOVES, packed
+from .views import MOVES
 
 # what a value may be on all digits at once
 Value = tuple[tuple[Reading, ...], ...]
@@ -35,13 +37,17 @@ _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 
 @dataclass
 class Coverage:
-    """What a check could not decide: ops without a rule, by name, and outputs that depend on them.
+    """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
 
     ``checked`` is False where nothing can be said: the batch is not cut yet, or weights of experts are and their rows are not, or the
-    meshes of the plan have no digits in common.
+    meshes of the plan have no digits in common, or passes in an unusual order have cut one dim over tp before cp. ``proved`` of
+    ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read what
+    is not known.
     """
 
     checked: bool = True
+    ops: int = 0
+    proved: int = 0
     unknown_ops: Counter[str] = field(default_factory=Counter)
     unproved: list[str] = field(default_factory=list)
 
@@ -59,7 +65,18 @@ def check_spread(program: Program) -> Coverage:
     if not digits.sizes:
         return Coverage()
     walk = _Walk(program, digits)
-    walk.run()
+    try:
+        walk.run()
+    except VerifyError:
+        if len(digits.sizes) == 1:
+            raise
+        other = _Walk(program, digits, outermost_first=False)
+        with suppress(VerifyError):
+            other.run()
+            return other.coverage
+        if walk.turned:
+            return Coverage(checked=False)
+        raise
     return walk.coverage
 
 
@@ -72,9 +89,14 @@ def is_due(program: Program) -> bool:
 
 
 class _Walk:
-    def __init__(self, program: Program, digits: Digits) -> None:
+    """``outermost_first``: a dim that is cut on several digits is cut on the most significant one first, as one who cuts over dp, then
+    cp, then tp does; a program that was cut in another order means the same, if it is so everywhere.
+    """
+
+    def __init__(self, program: Program, digits: Digits, *, outermost_first: bool = True) -> None:
         self.program, self.digits, self.coverage = program, digits, Coverage()
-        self.shapes, self.scales = _shapes(program), Scales(program)
+        self.outermost_first, self.turned = outermost_first, False
+        self.shapes, self.scales = shapes_of(program), Scales(program)
         self.values: dict[Node, Value] = {}
         self.items: dict[Node, list[Value]] = {}
         self.offsets = {node.name for node, item in program.items() if item.kind is InputKind.OFFSET and item.stride}
@@ -85,6 +107,7 @@ class _Walk:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
+        self.scales.check_divisions(self.program)
         self._outputs()
 
     # -- the interface ---------------------------------------------------------------------------------------------------
@@ -113,7 +136,7 @@ class _Walk:
             wanted = self._wanted(item, inputs)
             ways = self.values[node]
             if any(all(_is(reading, due) for reading, due in zip(way, wanted, strict=True)) for way in ways):
-                if all(Kind.UNKNOWN in {reading.kind for reading in way} for way in ways):
+                if _is_unknown(ways):
                     self.coverage.unproved.append(f"{item.kind.value} {item.name}")
                 continue
             at = next(at for at, due in enumerate(wanted) if not _is(ways[0][at], due))
@@ -156,9 +179,12 @@ class _Walk:
             and any(len(self.values[item]) > 1 for item in operands)
         ):
             self.values[node] = (self._packed(node.args[0]),)
+            self.coverage.ops += 1
+            self.coverage.proved += not _is_unknown(self.values[node])
             return
         outs = len(found) if isinstance(found, (tuple, list)) else 1
         made: list[list[tuple[Reading, ...]]] = [[] for _ in range(outs)]
+        self.turned |= self._turns(node)
         if rule is None:
             self._without_rule(node, operands, made)
         else:
@@ -167,10 +193,14 @@ class _Walk:
             self._ways(call, rule, operands, made)
         values = [tuple(dict.fromkeys(ways)) for ways in made]
         values = [ways if len(ways) <= _MOST else (self._nothing(),) for ways in values]
+        self.coverage.ops += 1
+        self.coverage.proved += not _is_unknown(values[0])
         if isinstance(found, (tuple, list)):
             self.items[node] = values
         else:
             self.values[node] = values[0]
+        if _writes(node):
+            self.values[node.args[0]] = values[0]  # type: ignore[index]
 
     def _packed(self, items: Any) -> tuple[Reading, ...]:
         """Flat values in a row keep their own ways of being read, whose combinations would be too many."""
@@ -182,6 +212,21 @@ class _Walk:
 
     def _nothing(self) -> tuple[Reading, ...]:
         return (UNKNOWN,) * len(self.digits.sizes)
+
+    def _turns(self, node: Node) -> bool:
+        """Whether a rank takes its part of a dim that is cut on a less significant digit already."""
+        if name_of(node.target) != "moe.local_slice":
+            return False
+        source, index, dim = node.args[:3]
+        mine = [at for at, reading in enumerate(self.values[index][0]) if reading.kind is Kind.OFFSET]  # type: ignore[index]
+        return (
+            bool(mine)
+            and any(
+                reading.kind is Kind.CUT and reading.dim == dim
+                for way in self.values[source]  # type: ignore[index]
+                for reading in way[max(mine) + 1 :]
+            )
+        )
 
     def _without_rule(self, node: Node, operands: list[Node], made: list[list[tuple[Reading, ...]]]) -> None:
         """Whole operands give a whole result whatever the op; anything else is not known."""
@@ -252,7 +297,7 @@ class _Walk:
     def _in_order(
         self, call: Call, way: Sequence[tuple[Reading, ...]], option: tuple[Reading, ...]
     ) -> tuple[Reading, ...]:
-        """Where ranks came to stand beside those of a more significant digit, or went away from there, these stay in front."""
+        """Where ranks came to stand beside those of another digit, or went away from there, the one cut first stays in front."""
         if call.front < 0 or len(way) != 1:
             return option
         before, found = way[0], list(option)
@@ -260,7 +305,7 @@ class _Walk:
             here, there = before[at], reading
             moved_in = here.kind is Kind.FRONT and there.kind is Kind.SAME
             moved_out = here.kind is there.kind is Kind.SUM and here.outer < there.outer
-            for other in range(at):
+            for other in range(at) if self.outermost_first else range(at + 1, len(found)):
                 if moved_in and found[other] == cut(call.front + 1):
                     found[other] = cut(call.front)
                 if moved_out and before[other] == cut(call.front) and found[other] == cut(0):
@@ -270,7 +315,7 @@ class _Walk:
     def _shares(self, call: Call, option: tuple[Reading, ...]) -> Iterator[tuple[Reading, ...]]:
         """A whole value divided by a number of ranks may be this rank's share of it."""
         by = call["other"] if call.name in _DIVISIONS else None
-        if not isinstance(by, int) or by < 2:
+        if not isinstance(by, int) or by < 2 or ZERO in option:  # any share of zero is zero
             yield option
             return
         origin = self.scales.origin(call.node)
@@ -288,6 +333,17 @@ class _Walk:
 def _is_loss(source: Any) -> bool:
     """Whether a value is a sum over targets, whose number a mean divides by."""
     return isinstance(source, Node) and "loss" in name_of(source.target)
+
+
+def _writes(node: Node) -> bool:
+    """Whether an op changes its first operand in place."""
+    name = name_of(node.target)
+    return name.endswith("_") and not name.endswith("__") and isinstance(node.args[0], Node)
+
+
+def _is_unknown(ways: Value) -> bool:
+    """Whether each way of reading a value leaves something open."""
+    return all(UNKNOWN in way for way in ways)
 
 
 def _out_of_order(reading: Reading) -> bool:
@@ -320,35 +376,3 @@ def _is(reading: Reading, due: Reading) -> bool:
     if due.kind is Kind.CUT:
         return reading == due or (reading.kind is Kind.SAME and bool(reading.dim >> due.dim & 1))
     return reading.kind is due.kind
-
-
-def _shapes(program: Program) -> dict[Node, Any]:
-    """Shapes as numbers: every size that is known only at run time is a large prime of its own."""
-    symbols: dict[Any, int] = {}
-
-    def number(size: Any) -> int:
-        if isinstance(size, int):
-            return size
-        expression = size.node.expr
-        if expression.is_Symbol:
-            return symbols.setdefault(expression, _prime(len(symbols)))
-        for symbol in expression.free_symbols:
-            symbols.setdefault(symbol, _prime(len(symbols)))
-        return int(expression.subs(symbols))
-
-    def shape(found: Any) -> Any:
-        if isinstance(found, torch.Tensor):
-            return tuple(map(number, found.shape))
-        return [shape(item) for item in found] if isinstance(found, (tuple, list)) else ()
-
-    return {node: shape(meta.value(node)) for node in program.graph.nodes if "val" in node.meta}
-
-
-@cache
-def _prime(index: int) -> int:
-    """One of the primes above a million, which no product of a model's sizes is likely to hold."""
-    number = 1_000_000 if index == 0 else _prime(index - 1)
-    while True:
-        number += 1
-        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
-            return number
