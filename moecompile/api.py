@@ -97,10 +97,10 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     device = held[0][1].device if held else torch.device("cpu")
     like = torch.zeros(0, dtype=held[0][1].dtype if held else torch.float32, device=device)
     # '' for whole gradients; every rank asks the axes in one order, whether or not it holds something that they cut
-    axes = ["", *sorted({cut.axis for cut in state.weights.cuts.values()})]
+    axes = ["", *sorted({cut.axes for cut in state.weights.cuts.values()})]
     found: dict[str, list[Tensor]] = {axis: [] for axis in axes}
     for name, grad in held:
-        found["" if (cut := state.weights.cut_of(name)) is None else cut.axis].append(grad)
+        found["" if (cut := state.weights.cut_of(name)) is None else cut.axes].append(grad)
     parts = []
     for axis in axes:
         group = state.groups.group(axis) if axis and state.groups.size(axis) > 1 else None

@@ -205,6 +205,21 @@ def assemble(
     return whole
 
 
+def join_parts(
+    name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, axis: str, placed: Shard
+) -> list[Tensor]:
+    """What each rank would hold were one cut, over ``axis``, undone; a rank that holds nothing goes on doing so."""
+    groups = [mesh.group_ranks(axis, rank) for rank in range(mesh.world_size)]
+    found = [
+        put_together([parts[rank] for rank in group], placed) if parts[group[0]].numel() else parts[group[0]]
+        for group in groups
+    ]
+    for part in found:
+        if part.numel() and part.shape != shape:
+            raise ParityError(f"{name}: the parts make up {tuple(part.shape)}, {tuple(shape)} was due.")
+    return found
+
+
 def _same(name: str, copies: Sequence[Tensor]) -> Tensor:
     for other in copies[1:]:
         if not torch.equal(copies[0], other):
@@ -311,10 +326,14 @@ class LockStep:
         for item in self.program.inputs:
             if item.name not in per_rank[0] or item.kind is not InputKind.PARAM:
                 continue
-            cut = next(
-                ((axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)), ("ep", Shard(0))
-            )
-            whole = assemble(item.name, [held[item.name] for held in per_rank], torch.Size(item.shape), self.mesh, *cut)
+            cuts = [(axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)]
+            parts, shapes = [held[item.name] for held in per_rank], [list(item.shape)]
+            for axis, placed in cuts:
+                shapes.append(list(shapes[-1]))
+                shapes[-1][placed.dim] //= self.mesh.size(axis)
+            for (axis, placed), shape in reversed(list(zip(cuts[1:], shapes[1:], strict=False))):
+                parts = join_parts(item.name, parts, torch.Size(shape), self.mesh, axis, placed)
+            whole = assemble(item.name, parts, torch.Size(item.shape), self.mesh, *(cuts or [("ep", Shard(0))])[0])
             parts = whole.unbind(0) if item.stacked else [whole]
             found |= dict(zip(item.fqns, parts, strict=True))
         return found
