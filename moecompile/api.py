@@ -122,8 +122,9 @@ class LayerMetrics:
     """What one MoE layer did in the latest call, over the global batch.
 
     ``tokens_per_expert`` is int64 [E]; ``imbalance`` is the busiest expert's load over the mean; ``dropped`` counts the choices that
-    no expert served because of a capacity or mask, 0 in dropless layers. ``aux`` is what the loss holds for the layer's router, its balance and z terms with
-    their coefficients; None where it holds nothing. A term over several layers counts for each in equal parts.
+    no expert served because of a capacity or mask, 0 in dropless layers. ``aux`` is what the loss holds for the layer's router,
+    its balance and z terms with their coefficients; None where it holds nothing. A term over several layers counts for each in
+    equal parts.
     """
 
     tokens_per_expert: Tensor
