@@ -186,6 +186,18 @@ class DroppedLoop(Layer):
         return y
 
 
+class DroppedBelowThreshold(DroppedLoop):
+    """The same behind a threshold that leaves few weights: what the limit drops then shows in few rows."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probs = self.gate(x).softmax(-1)
+        first = probs.argmax(-1)
+        second = probs.masked_fill(F.one_hot(first, EXPERTS).bool(), 0).argmax(-1)
+        ids = torch.stack([first, second], -1)
+        w = probs.gather(-1, ids)
+        return w * (w > 0.4), ids
+
+
 class SwitchCapacity(Layer):
     """The Switch form: tokens over capacity keep their value, all times the router's probability."""
 
@@ -257,6 +269,7 @@ WIDER: list[type[Layer]] = [
     MissingExpert,
     DroppedTokens,
     DroppedLoop,
+    DroppedBelowThreshold,
     SwitchCapacity,
     RenormalisedCapacity,
     PerChoice,
