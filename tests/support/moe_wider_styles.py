@@ -198,6 +198,22 @@ class DroppedBelowThreshold(DroppedLoop):
         return w * (w > 0.4), ids
 
 
+class RareThreshold(Layer):
+    """Choices of small weight are left out, with a threshold that scores seldom fall below."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, ids = (self.gate(x) * 8).softmax(-1).topk(self.top_k, -1)
+        return w, ids
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where((ids == e) & (w > 0.09))
+            y = y.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return y
+
+
 class SwitchCapacity(Layer):
     """The Switch form: tokens over capacity keep their value, all times the router's probability."""
 
@@ -270,6 +286,7 @@ WIDER: list[type[Layer]] = [
     DroppedTokens,
     DroppedLoop,
     DroppedBelowThreshold,
+    RareThreshold,
     SwitchCapacity,
     RenormalisedCapacity,
     PerChoice,

@@ -8,7 +8,7 @@ whatever could hide a difference: NaN, inf, another shape or type, a reference t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -143,15 +143,28 @@ def _each(
 # ---- the plain model ---------------------------------------------------------------------------------------------------
 
 
-def plain(model: nn.Module, batches: Sequence[Batch], *, optimizer: str = "adamw", clip: float | None = None) -> Run:
-    """Train a copy of the model on whole batches, one step each. An idle parameter has a zero gradient, not None."""
+def plain(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    optimizer: str = "adamw",
+    clip: float | None = None,
+    without_grad: Collection[str] = (),
+) -> Run:
+    """Train a copy of the model on whole batches, one step each. An idle parameter has a zero gradient; a frozen one has none.
+
+    ``without_grad`` names parameters that the loss does not reach: ParityError where one of them gets a gradient.
+    """
     model = copy.deepcopy(model)
     stepper, run = OPTIMIZERS[optimizer](model.parameters()), Run()
     for batch in batches:
         out = model(**batch)
         out["loss"].backward()
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters():
+            if name in without_grad and param.grad is not None:
+                raise ParityError(f"{name}: has a gradient in the plain model, and none was expected.")
+            if param.requires_grad and name not in without_grad:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
         outputs = {name: value.detach() for name, value in out.items() if name != "loss"}
         run.steps.append(Step(out["loss"].detach(), outputs, grads, global_norm(grads)))
