@@ -223,7 +223,7 @@ class ParallelModel(nn.Module):
             if name not in state.marked:
                 param = self.plain.get_parameter(name) if name in dict(self.plain.named_parameters()) else None
                 if param is not None:
-                    group = state.groups.group(cut.axis) if state.groups.size(cut.axis) > 1 else None
+                    group = state.groups.group(cut.axes) if state.groups.size(cut.axes) > 1 else None
                     state.marked[name] = grads.mark(param, group) if param.requires_grad else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

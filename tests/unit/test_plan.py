@@ -256,7 +256,6 @@ def test_override_pattern_that_matches_nothing():
     ("options", "part"),
     [
         ({"pp": 2}, "Plan(pp=2)"),
-        ({"etp": 2}, "Plan(etp=2)"),
         ({"dispatch": "deepep"}, "Plan(dispatch='deepep')"),
         ({"deterministic": True}, "call torch.use_deterministic_algorithms(True) instead"),
     ],
