@@ -39,10 +39,10 @@ _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 class Coverage:
     """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
 
-    ``checked`` is False where nothing can be said: experts are cut along their width, the batch is not cut yet, or weights of
-    experts are and their rows are not, or the meshes of the plan have no digits in common, or passes in an unusual order have cut one dim over tp before cp. ``proved`` of
-    ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read what
-    is not known.
+    ``checked`` is False where nothing can be said: experts are cut along their width, the batch is not cut yet, or weights
+    of experts are and their rows are not, or the meshes of the plan have no digits in common, or passes in an unusual order
+    have cut one dim over tp before cp. ``proved`` of ``ops`` have a result that is known on all digits; ``unknown_ops`` are
+    those where knowledge ends, not those that merely read what is not known.
     """
 
     checked: bool = True
