@@ -187,6 +187,43 @@ class StripedTensor(PartTensor):
         return part_of(whole, placed, ranks, index)
 
 
+class StagedTensor(PartTensor):
+    """What the pipeline stages that read a weight have of it; absent on the others.
+
+    ``inner`` says how they have it: ``()`` whole, ``(local, owner, group)`` as an OwnedTensor, ``(placed, index, ranks, group)`` as a
+    StripedTensor.
+    """
+
+    @classmethod
+    def of(
+        cls, local: Tensor | None, shape: Sequence[int], like: Tensor, place: tuple[int, bool, tuple[Any, ...], str]
+    ) -> PartTensor:
+        """``place``: the first pipeline rank that holds it, whether this one does, how it is held there, the group of the stages."""
+        inner = place[2]
+        return cls.made(None if len(inner) == 3 and not inner[0] else local, shape, like, place)
+
+    def _as_inner(self) -> PartTensor:
+        """The same part for the ranks of one stage."""
+        _, _, inner, group = self._place
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        if len(inner) == 4:
+            return StripedTensor.made(self._local, self.shape, like, inner)
+        return OwnedTensor.made(self._local, self.shape, like, inner[1:] if inner else (0, group))
+
+    def full_tensor(self) -> Tensor:
+        """A plain copy of the whole, on every rank of all stages; collective."""
+        owner, here, inner, group = self._place
+        found = self._as_inner().full_tensor() if inner and here else self._local
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return OwnedTensor.of(found, self.shape, like, owner, group).full_tensor()
+
+    def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        return [] if self._local is None else self._as_inner()._chunks()
+
+    def _part_of(self, whole: Tensor) -> Tensor | None:
+        return None if self._local is None else self._as_inner()._part_of(whole)
+
+
 _COPIES = {
     aten.detach.default,
     aten.clone.default,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeGuard
 
+from moecompile import layout as layouts
 from moecompile.errors import PlanError
 from moecompile.plan_fields import FrozenMap, to_toml
 
@@ -188,13 +189,10 @@ class Plan:
 
     def check_supported(self) -> None:
         """PlanError, in one sentence, for a legal plan that this release cannot run."""
-        for name in ("pp", "etp"):
-            value = getattr(self, name)
-            if value > 1:
-                raise _unsupported(name, value, f"plans of dp x cp x tp x ep only; use {name}=1")
-        for name in ("schedule", "layout"):
-            if getattr(self, name) is not None:
-                raise _unsupported(name, getattr(self, name), f"no pipeline stages; leave {name} out")
+        if self.etp > 1:
+            raise _unsupported("etp", self.etp, "plans of pp x dp x cp x tp x ep only; use etp=1")
+        if self.pp > 1:
+            layouts.check_plan(self.pp, self.layout, self.schedule, self.microbatches)
         if self.dispatch not in ("alltoall", "allgather"):
             raise _unsupported("dispatch", self.dispatch, "the backends 'alltoall' and 'allgather'; use one of them")
         for name in ("balance_scope", "capacity_scope"):
