@@ -16,6 +16,7 @@ from moecompile.plan import Plan
 from tests.support.models import Config, build, tokens
 from tests.support.parity import OPTIMIZERS, difference, slice_for
 from tests.support.pool import Ranks, parallel
+from tests.support.staged import microbatches
 
 pytestmark = pytest.mark.timeout(260)
 CONFIG = Config("ops", hidden=16, heads=4, inner=8, layers=2, shared=True, tied=True, rotary=True, aux=0.1)
@@ -30,15 +31,6 @@ class Trained:
     norms: list[Tensor]
     grads: list[dict[str, Tensor]]
     weights: Mapping[str, Any]
-
-
-def microbatches(batch: dict[str, Tensor], plan: Plan) -> list[dict[str, Tensor]]:
-    """Each the concatenation of all data ranks' slices."""
-    of, n = plan.num_data_ranks, plan.microbatches
-    return [
-        {name: torch.cat([one.chunk(n)[at] for one in value.chunk(of)]) for name, value in batch.items()}
-        for at in range(n)
-    ]
 
 
 def reference(config: Config, plan: Plan, limit: float) -> Trained:
