@@ -11,15 +11,49 @@ from torch import Tensor, nn
 
 import moecompile as mc
 from moecompile import meta
+from moecompile.compilation import Request, as_program, capture
 from moecompile.errors import PassError, PlanError
 from moecompile.plan import Plan
+from moecompile.printer import graph_text
 from moecompile.program import OutputKind, Program
 from moecompile.stages import Stage, cut_stages, holders
+from tests.support import golden
+from tests.support import golden as golden_support
 from tests.support.models import Config, build, tokens
 
 CONFIG = Config("ops", layers=4, shared=True, tied=True, rotary=True, aux=0.1)
 PLAN = Plan(dp=1, pp=2, microbatches=2)
+BEFORE = "recognize-moe,shard-dense"
 BATCH = tokens(4, 8, 0, ignored=0.2)
+
+
+class Tied(nn.Module):
+    """Two layers between a table that looks ids up and the same table as head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = 1 + ids.unsqueeze(-1)  # from the batch alone: computed on both stages
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x) * scale
+        out: Tensor = (x @ self.table.weight.t()).sum()
+        return out
+
+
+def test_golden(golden: golden.Golden) -> None:
+    torch.manual_seed(0)
+    request = Request((torch.randint(0, 4, (4,)),), {}, PLAN)
+    model = Tied().double()
+    found = golden_support.run(as_program(capture(model, request), request), BEFORE)
+    before = graph_text(found)
+    golden(
+        "tied",
+        golden_support.Rewrite(golden_support.run(found, "split-stages"), "split-stages", before, graph_text(found)),
+    )
 
 
 def program(config: Config = CONFIG, plan: Plan = PLAN) -> Program:
