@@ -15,7 +15,7 @@ from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
 from .parallel_model import ParallelModel
-from .passes.record_metrics import AUX, TOKENS_PER_EXPERT
+from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
 from .plan import Plan
 from .program import Program
 from .reduction import add_up
@@ -97,11 +97,11 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     device = held[0][1].device if held else torch.device("cpu")
     like = torch.zeros(0, dtype=held[0][1].dtype if held else torch.float32, device=device)
     # '' for whole gradients; every rank asks the axes in one order, whether or not it holds something that they cut
-    axes = ["", *sorted({cut.axis for cut in state.weights.cuts.values()})]
+    axes = ["", *sorted({cut.axes for cut in state.weights.cuts.values()})]
     found: dict[str, list[Tensor]] = {axis: [] for axis in axes}
     for name, grad in held:
         if state.weights.counts(name):  # else another pipeline stage has the same
-            found["" if (cut := state.weights.cut_of(name)) is None else cut.axis].append(grad)
+            found["" if (cut := state.weights.cut_of(name)) is None else cut.axes].append(grad)
     parts = []
     for axis in axes:
         group = state.groups.group(axis) if axis and state.groups.size(axis) > 1 else None
@@ -124,9 +124,10 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
 class LayerMetrics:
     """What one MoE layer did in the latest call, over the global batch.
 
-    ``tokens_per_expert`` is int64 [E]; ``imbalance`` is the busiest expert's load over the mean; ``dropped`` counts routed rows that
-    no expert computed, 0 in dropless layers. ``aux`` is what the loss holds for the layer's router, its balance and z terms with
-    their coefficients; None where it holds nothing. A term over several layers counts for each in equal parts.
+    ``tokens_per_expert`` is int64 [E]; ``imbalance`` is the busiest expert's load over the mean; ``dropped`` counts the choices that
+    no expert served because of a capacity or mask, 0 in dropless layers. ``aux`` is what the loss holds for the layer's router,
+    its balance and z terms with their coefficients; None where it holds nothing. A term over several layers counts for each in
+    equal parts.
     """
 
     tokens_per_expert: Tensor
@@ -162,7 +163,8 @@ def metrics(model: ParallelModel) -> Metrics:
         if what == TOKENS_PER_EXPERT:
             mean, aux = counts.double().mean().item(), totals.get((layer, AUX))
             imbalance = counts.max().item() / mean if mean else 0.0
-            found[layer] = LayerMetrics(counts, imbalance, aux=None if aux is None else aux.item())
+            dropped = int(totals.get((layer, DROPPED), torch.zeros(())).item())
+            found[layer] = LayerMetrics(counts, imbalance, dropped, None if aux is None else aux.item())
     return found
 
 

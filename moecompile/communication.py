@@ -2,7 +2,8 @@
 
 Bytes on the wire per rank are those of the usual ring and pairwise algorithms over n ranks: an all-reduce of b bytes sends
 ``2 (n-1)/n b``, a reduce-scatter ``(n-1)/n b``, an all-gather of parts of b bytes ``(n-1) b``. An exchange of rows sends
-``(n-1)/n`` of them where routing is balanced; its rows are those of the side whose number is known.
+``(n-1)/n`` of them where routing is balanced; its rows are those of the side whose number is known. A gather of rows sends a rank's
+own ``n-1`` times, and so does the sum on their way home.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.fx import Node
 from . import meta, ops
 from .ops import AXIS_ARGUMENT
 from .program import Program
+
+_EXCHANGES = (ops.dispatch, ops.combine)
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,21 @@ def _sent(node: Node, ranks: int) -> int:
     factor = share
     if node.target is ops.all_reduce:
         factor = 2 * share
-    elif node.target is ops.all_gather:
+    elif node.target in (ops.all_gather, ops.all_gather_rows, ops.reduce_scatter_rows):
         factor = Fraction(ranks - 1)
     return int(factor * _known_bytes(node))
 
 
 def _known_bytes(node: Node) -> int:
-    """Bytes of the operand, or of the result where only that has a known size."""
-    source = node.args[0]
-    for value in (source, node):
+    """Bytes of the operand, or of the result where only that has a known size; of rows also one exchange further."""
+    source: Any = node.args[0]
+    if node.target is ops.all_gather_rows:
+        values = [source, source.args[0] if source.target in _EXCHANGES else None]
+    elif node.target is ops.reduce_scatter_rows:
+        values = [node, *(user for user in node.users if user.target in _EXCHANGES)]
+    else:
+        values = [source, node]
+    for value in values:
         if isinstance(value, Node) and meta.is_tensor(value):
             found = meta.tensor(value)
             size = found.numel() * found.element_size()

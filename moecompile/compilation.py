@@ -117,7 +117,8 @@ def compile_call(
 
 def _warn_about_unrouted(program: Program) -> None:
     """Name what an expert-parallel plan leaves whole on every rank although it looks like experts."""
-    if program.plan.ep == 1 or not program.unrouted or (dist.is_initialized() and dist.get_rank() != 0):
+    degrees = [f"{axis}={program.mesh.size(axis)}" for axis in ("ep", "etp") if program.mesh.size(axis) > 1]
+    if not degrees or not program.unrouted or (dist.is_initialized() and dist.get_rank() != 0):
         return
     shown = [
         f"{item['source']} ({item['module'] or 'the model'}): {item['reason']}" for item in program.unrouted[:_SHOWN]
@@ -126,9 +127,9 @@ def _warn_about_unrouted(program: Program) -> None:
         [f"and {len(program.unrouted) - _SHOWN} more, see `program.unrouted`"] if len(program.unrouted) > _SHOWN else []
     )
     _LOG.warning(
-        "%d layers of the model are no MoE layers that ep=%d could cut; they run data-parallel, whole on every rank. Set strict=True "
+        "%d layers of the model are no MoE layers that %s could cut; they run data-parallel, whole on every rank. Set strict=True "
         "to refuse them.\n  %s",
-        len(program.unrouted), program.plan.ep, "\n  ".join([*shown, *rest]),
+        len(program.unrouted), degrees[0], "\n  ".join([*shown, *rest]),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
 from .passes.normalize_loss import NUM_VALID
-from .passes.record_metrics import AUX, TOKENS_PER_EXPERT
+from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .placement.types import Shard
 from .program import Input, InputKind, Level, Output, OutputKind, Program
@@ -226,7 +226,7 @@ class CompiledCall:
 
     def _keep_metrics(self, outputs: Sequence[Any]) -> None:
         for item, found in zip(self.program.outputs, outputs, strict=True):
-            if item.kind is OutputKind.METRIC and item.what in (TOKENS_PER_EXPERT, AUX):
+            if item.kind is OutputKind.METRIC and item.what in (TOKENS_PER_EXPERT, DROPPED, AUX):
                 self.metrics[item.name, item.what] = (found.detach(), partial_axes(item))
 
     def counts(self) -> tuple[dict[str, Tensor], dict[str, Output]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .placement.types import Shard
 from .weights import Weights
 
 
@@ -44,7 +45,7 @@ def _layers(weights: Weights, found: Mapping[str, Any]) -> dict[str, list[_Exper
                     expert.append((name, value))  # type: ignore[arg-type]
     for name, cut in weights.cuts.items():
         value = found.get(name)
-        if cut.owner is None and cut.dim == 0 and cut.axis == "ep" and cut.stripes == 1 and _is_plain(value):
+        if cut.owner is None and ("ep", Shard(0)) in cut.parts and _is_plain(value):
             assert isinstance(value, Tensor)
             layer = layers.setdefault(name.rpartition(".")[0], [[] for _ in value])
             if len(layer) == len(value):

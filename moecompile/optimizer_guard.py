@@ -92,8 +92,8 @@ def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, s
     cut = state.weights.cut_of(name)
     assert cut is not None
     raise PlanError(
-        f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the ranks of {cut.axis}; use an elementwise optimizer such "
-        f"as AdamW or SGD for the parameters that are cut, or {cut.axis}=1."
+        f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the ranks of {cut.axes}; use an elementwise optimizer such "
+        f"as AdamW or SGD for the parameters that are cut, or {cut.axes.replace('+', '=')}=1."
     )
 
 

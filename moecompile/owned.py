@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ aten = torch.ops.aten
 class PartTensor(Tensor):
     """Global shape, ``to_local()`` (None where absent), ``full_tensor()``; anything that computes is refused.
 
-    ``_place`` says where the data lies; it ends in the name of a process group with one rank of each coordinate, in order.
+    ``_place`` says where the data lies, on which ranks of which process groups.
     """
 
     _local: Tensor | None
@@ -59,7 +61,7 @@ class PartTensor(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         held = "absent here" if self._local is None else f"here: {self._local}"
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, place={self._place[:-1]}, {held})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, cuts={[str(part.placed) for part in self._place[0]]}, {held})"
 
     __torch_function__ = no_torch_function
 
@@ -131,67 +133,108 @@ class PartTensor(Tensor):
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """One cut of a dim, or of what cuts before it left: this rank is the one with that ``index`` of ``ranks`` in ``group``."""
+
+    placed: Shard
+    index: int
+    ranks: int
+    group: str
+
+
+def _cut(value: Tensor, parts: Sequence[Part]) -> Tensor:
+    for part in parts:
+        value = part_of(value, part.placed, part.ranks, part.index)
+    return value
+
+
+def _joined(local: Tensor, parts: Sequence[Part]) -> Tensor:
+    """The whole, on every rank of the groups; collective."""
+    for part in reversed(parts):
+        local = local.contiguous()
+        found = local.new_empty((part.ranks, *local.shape))
+        all_gather_single(found.flatten(0, 1), local, group=resolve_process_group(part.group))
+        local = put_together(found.unbind(0), part.placed)
+    return local.contiguous()
+
+
+def _blocks(local: Tensor, shape: Sequence[int], parts: Sequence[Part]) -> list[tuple[tuple[int, ...], Tensor]]:
+    """The blocks of the whole that make up ``local``, each with where it begins: cut dim by dim into runs of neighbours."""
+    runs: list[list[tuple[int, int]]] = []
+    for dim, size in enumerate(shape):
+        index = _cut(
+            torch.arange(size), [replace(part, placed=part.placed.moved(0)) for part in parts if part.placed.dim == dim]
+        )
+        ends = (index.diff() != 1).nonzero().flatten().add(1).tolist()
+        runs.append([(int(index[start]), stop - start) for start, stop in pairwise([0, *ends, len(index)])])
+    found = []
+    for place in product(*runs):
+        block = local
+        for dim, (run, here) in enumerate(zip(runs, place, strict=True)):
+            block = block.narrow(dim, sum(length for _, length in run[: run.index(here)]), here[1])
+        found.append((tuple(start for start, _ in place), block))
+    return found
+
+
 class OwnedTensor(PartTensor):
-    """Whole on the ranks of coordinate ``owner`` and absent on the others."""
+    """On the ranks of coordinate ``owner``, whole or each with its part, and absent on the others."""
 
     @classmethod
-    def of(cls, local: Tensor | None, shape: Sequence[int], like: Tensor, owner: int, group: str) -> PartTensor:
-        return cls.made(local, shape, like, (owner, group))
+    def of(
+        cls,
+        local: Tensor | None,
+        shape: Sequence[int],
+        like: Tensor,
+        owner: int,
+        group: str,
+        parts: Sequence[Part] = (),
+    ) -> PartTensor:
+        return cls.made(local, shape, like, (tuple(parts), owner, group))
 
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole, on every rank of the group; collective."""
-        owner, name = self._place
-        local = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self._local is None else self._local
-        whole = local.detach().clone(memory_format=torch.contiguous_format)
+        parts, owner, name = self._place
+        if self._local is None:
+            whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            whole = _joined(self._local.detach(), parts).clone(memory_format=torch.contiguous_format)
         group = resolve_process_group(name)
         dist.broadcast(whole, dist.get_global_rank(group, owner), group)
         return whole
 
     def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        return [] if self._local is None else [((0,) * self.dim(), self._local)]
+        return [] if self._local is None else _blocks(self._local, self.shape, self._place[0])
 
     def _part_of(self, whole: Tensor) -> Tensor | None:
-        return None if self._local is None else whole
+        return None if self._local is None else _cut(whole, self._place[0])
 
 
 class StripedTensor(PartTensor):
-    """Dim ``placed.dim`` holds ``placed.outer`` projections side by side, of each of which a rank has its part."""
+    """Cut in several dims, or in one that holds projections side by side, of each of which a rank has its part."""
 
     @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int], placed: Shard, index: int, ranks: int, group: str) -> PartTensor:
-        """``local`` of the rank with that ``index`` of so many."""
-        return cls.made(local, shape, local, (placed, index, ranks, group))
+    def of(cls, local: Tensor, shape: Sequence[int], parts: Sequence[Part]) -> PartTensor:
+        """``local`` as what the cuts, one after the other, leave to this rank."""
+        return cls.made(local, shape, local, (tuple(parts),))
 
     def full_tensor(self) -> Tensor:
-        """A plain copy of the whole, on every rank of the group; collective."""
-        placed, _, ranks, name = self._place
+        """A plain copy of the whole, on every rank of the groups; collective."""
         assert self._local is not None
-        local = self._local.detach().contiguous()
-        found = local.new_empty((ranks, *local.shape))
-        all_gather_single(found.flatten(0, 1), local, group=resolve_process_group(name))
-        return put_together(found.unbind(0), placed).contiguous()
+        return _joined(self._local.detach(), self._place[0]).clone()
 
     def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        if self._local is None:
-            return []
-        placed, index, ranks, _ = self._place
-        found = []
-        for stripe, part in enumerate(self._local.chunk(placed.outer, placed.dim)):
-            offsets = [0] * self.dim()
-            offsets[placed.dim] = (stripe * ranks + index) * part.shape[placed.dim]
-            found.append((tuple(offsets), part))
-        return found
+        return [] if self._local is None else _blocks(self._local, self.shape, self._place[0])
 
     def _part_of(self, whole: Tensor) -> Tensor | None:
-        placed, index, ranks, _ = self._place
-        return part_of(whole, placed, ranks, index)
+        return _cut(whole, self._place[0])
 
 
 class StagedTensor(PartTensor):
     """What the pipeline stages that read a weight have of it; absent on the others.
 
-    ``inner`` says how they have it: ``()`` whole, ``(local, owner, group)`` as an OwnedTensor, ``(placed, index, ranks, group)`` as a
-    StripedTensor.
+    ``inner`` says how they have it: ``()`` whole, else whether this rank has any of it, and its place as an OwnedTensor
+    (parts, owner, group) or a StripedTensor (parts).
     """
 
     @classmethod
@@ -200,15 +243,15 @@ class StagedTensor(PartTensor):
     ) -> PartTensor:
         """``place``: the first pipeline rank that holds it, whether this one does, how it is held there, the group of the stages."""
         inner = place[2]
-        return cls.made(None if len(inner) == 3 and not inner[0] else local, shape, like, place)
+        return cls.made(None if inner and not inner[0] else local, shape, like, place)
 
     def _as_inner(self) -> PartTensor:
         """The same part for the ranks of one stage."""
         _, _, inner, group = self._place
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        if len(inner) == 4:
-            return StripedTensor.made(self._local, self.shape, like, inner)
-        return OwnedTensor.made(self._local, self.shape, like, inner[1:] if inner else (0, group))
+        place = inner[1] if inner else ((), 0, group)
+        kind = StripedTensor if len(place) == 1 else OwnedTensor
+        return kind.made(self._local, self.shape, like, place)
 
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole, on every rank of all stages; collective."""

@@ -26,7 +26,7 @@ class Fact(enum.Enum):
     MOE_OPS = "every MoE layer is written in moe:: ops (permute, grouped_linear, unpermute)"
     TOKENS_SHARDED = "every value has a placement on the data axes and local shapes"
     LOSS_SHARES = "the loss output is this rank's unique share of the loss"
-    EXPERTS_SHARDED = "every expert weight is cut over ep"
+    EXPERTS_SHARDED = "every expert weight is cut over ep and etp"
     TOKENS_DISPATCHED = "each routed row is computed on the rank that owns its expert"
     DIFFERENTIATED = "the graph holds forward, loss and backward"
     GRADS_SYNCED = "each gradient is reduced exactly once over the axes that replicate its parameter"

@@ -93,7 +93,7 @@ class Plan:
         object.__setattr__(self, "overrides", _checked_overrides(self.overrides))
         _check_dependent_options(self)
         if self.dp is not None:
-            least_dp = self._least_world() // (self.pp * self.cp * self.tp)
+            least_dp = self.least_world_size // (self.pp * self.cp * self.tp)
             _check_folding(self, self.dp, f", or make dp a multiple of {least_dp}")
 
     @property
@@ -142,7 +142,7 @@ class Plan:
                     f"ranks; start it with `{torchrun_line(self.world_size)}`, or leave dp out to derive it."
                 )
             return self
-        least = self._least_world()
+        least = self.least_world_size
         if world_size % (self.pp * self.cp * self.tp) != 0:
             below = world_size // least * least
             fits = [below, below + least] if below else [least]
@@ -161,6 +161,7 @@ class Plan:
         num_experts: int | None = None,
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
+        expert_width: int | None = None,
         name: str = "the model",
     ) -> None:
         """Check degrees against the sizes of a module called `name`; sizes left out are not checked."""
@@ -172,6 +173,11 @@ class Plan:
                 else f"ep must divide the {num_experts} experts of {name}"
             )
             raise _degree_error("ep", self.ep, rule, legal)
+        if expert_width is not None and expert_width % self.etp != 0:
+            legal = [etp for etp in _divisors(expert_width) if self.dp is None or self._folds(etp=etp)]
+            raise _degree_error(
+                "etp", self.etp, f"etp must divide the width {expert_width} of the experts of {name}", legal
+            )
         for what, number in (("heads", num_heads), ("key-value heads", num_kv_heads)):
             if number is not None and number % self.tp != 0:
                 rule = f"tp must divide the {number} {what} of {name}"
@@ -189,8 +195,6 @@ class Plan:
 
     def check_supported(self) -> None:
         """PlanError, in one sentence, for a legal plan that this release cannot run."""
-        if self.etp > 1:
-            raise _unsupported("etp", self.etp, "plans of pp x dp x cp x tp x ep only; use etp=1")
         if self.pp > 1:
             layouts.check_plan(self.pp, self.layout, self.schedule, self.microbatches)
         if self.dispatch not in ("alltoall", "allgather"):
@@ -244,11 +248,12 @@ class Plan:
             raise PlanError(f"{self} has dp=None, so its sizes are not known; call plan.resolve(world_size) first.")
         return self.dp
 
-    def _folds(self, *, tp: int | None = None, ep: int | None = None) -> bool:
-        """Whether this plan would still fold with another tp or ep."""
-        return (tp or self.tp) * self.cp * self._known_dp() % (self.etp * (ep or self.ep)) == 0
+    def _folds(self, *, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> bool:
+        """Whether this plan would still fold with another tp, ep or etp."""
+        return (tp or self.tp) * self.cp * self._known_dp() % ((etp or self.etp) * (ep or self.ep)) == 0
 
-    def _least_world(self) -> int:
+    @property
+    def least_world_size(self) -> int:
         """The smallest world size that fits all degrees but dp; every fitting size is a multiple of it."""
         return self.pp * math.lcm(self.cp * self.tp, self.etp * self.ep)
 

@@ -115,8 +115,9 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
 
 
 def _gather(program: Program, item: Input, values: Sequence[Tensor]) -> Tensor:
-    """The whole tensor from its parts on the ranks of rank 0's groups."""
-    for axis, placed in item.placements:
+    """The whole tensor from its parts on the ranks of rank 0's groups; the last cut is undone first."""
+    for axis, placed in reversed(item.placements):
         if isinstance(placed, Shard):
-            return put_together([values[rank] for rank in program.mesh.group_ranks(axis, 0)], placed)
+            groups = [program.mesh.group_ranks(axis, rank) for rank in range(program.mesh.world_size)]
+            values = [put_together([values[rank] for rank in group], placed) for group in groups]
     return values[0]

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from .compat import all_gather_single, tree_flatten
 from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
-from .owned import OwnedTensor, PartTensor, StagedTensor, StripedTensor
+from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor
 from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .weights import Cut, Weights, part_of
+from .weights import Cut, Weights, put_together
 
 
 class State:
@@ -44,8 +44,8 @@ class State:
     def spread(self, name: str, local: Tensor) -> Tensor:
         """What this rank holds of ``name`` (the weight itself, its gradient or moments) as a tensor of the global shape.
 
-        A weight that is not cut stays a plain tensor, one that is cut in blocks becomes a DTensor, one that is cut in stripes a
-        StripedTensor, an expert of its own an OwnedTensor.
+        A weight that is not cut stays a plain tensor, one that is cut in blocks over one axis becomes a DTensor, one that is cut in
+        stripes or over several axes a StripedTensor, an expert of its own an OwnedTensor.
         """
         if name in self.weights.stages:
             return self._staged(name, local.detach())
@@ -55,9 +55,9 @@ class State:
         local = local.detach()
         if cut.owner is not None:
             held = local if self.weights.is_local(cut) else None
-            return OwnedTensor.of(held, cut.shape, local, cut.owner, self.groups.group_name(cut.axis))
-        if cut.stripes > 1:
-            return StripedTensor.of(local, cut.shape, *self._stripes(cut))
+            return OwnedTensor.of(held, cut.shape, local, cut.owner, self.groups.group_name(cut.axis), self._parts(cut))
+        if not _is_plain(cut):
+            return StripedTensor.of(local, cut.shape, self._parts(cut))
         mesh = self._device_mesh(cut.axis, local.device.type)
         stride = torch.empty(cut.shape, device="meta").stride()
         placements = self._placements(cut)
@@ -72,9 +72,9 @@ class State:
         """The first pipeline rank that holds a weight, whether this one does, how it is held there, and the group."""
         cut, inner = self.weights.cut_of(name), tuple[Any, ...]()
         if cut is not None and cut.owner is not None:
-            inner = (self.weights.is_local(cut), cut.owner, self.groups.group_name(cut.axis))
+            inner = (self.weights.is_local(cut), (self._parts(cut), cut.owner, self.groups.group_name(cut.axis)))
         elif cut is not None:
-            inner = self._stripes(cut)
+            inner = (True, (self._parts(cut),))
         return self.weights.stages[name][0], self.weights.holds(name), inner, self.groups.group_name("pp")
 
     def spread_all(self, found: MutableMapping[str, Any], prefix: str = "") -> None:
@@ -85,12 +85,15 @@ class State:
                 found[prefix + name] = self.spread(name, value)
 
     def _placements(self, cut: Cut) -> list[Replicate | Shard]:
-        return [*([Replicate()] if self._replicated(cut.axis) else []), Shard(cut.placed.dim)]
+        return [*([Replicate()] if self._replicated(cut.axis) else []), Shard(cut.parts[0][1].dim)]
 
-    def _stripes(self, cut: Cut) -> tuple[Striped, int, int, str]:
-        """Where this rank's part of a weight that is cut in stripes lies."""
-        index, ranks = self.weights.mesh.axis_index(cut.axis, self.groups.rank), self.groups.size(cut.axis)
-        return cut.placed, index, ranks, self.groups.group_name(cut.axis)
+    def _parts(self, cut: Cut) -> tuple[Part, ...]:
+        """Where this rank's part of a weight lies that DTensor cannot describe."""
+        mesh, rank, groups = self.weights.mesh, self.groups.rank, self.groups
+        return tuple(
+            Part(placed, mesh.axis_index(axis, rank), groups.size(axis), groups.group_name(axis))
+            for axis, placed in cut.parts
+        )
 
     def _replicated(self, axis: str) -> bool:
         return self.groups.size(_replicas(axis)) > 1
@@ -143,10 +146,9 @@ class State:
         cut = self.weights.cut_of(name)
         if cut is None:
             return value
-        if cut.owner is not None:
-            return value if self.weights.is_local(cut) else value.new_empty(0)
-        index = self.weights.mesh.axis_index(cut.axis, self.groups.rank)
-        return part_of(value, cut.placed, self.groups.size(cut.axis), index)
+        if cut.owner is not None and not self.weights.is_local(cut):
+            return value.new_empty(0)
+        return cut.part(value, self.weights.mesh, self.groups.rank)
 
     def keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str, Tensor], Tensor]:
         """Turns a whole new weight into this rank's share, on the device of the call's tensors."""
@@ -163,14 +165,13 @@ class State:
                 if self.weights.is_local(cut)
                 else torch.empty(0, dtype=value.dtype, device=value.device)
             )
-            return local if value.placed_as(owner, self.groups.group_name(cut.axis)) else None
-        if isinstance(value, StripedTensor) and cut is not None and cut.stripes > 1:
-            return value.to_local() if value.placed_as(*self._stripes(cut)) else None
+            return local if value.placed_as(self._parts(cut), owner, self.groups.group_name(cut.axis)) else None
+        if isinstance(value, StripedTensor) and cut is not None and not _is_plain(cut):
+            return value.to_local() if value.placed_as(self._parts(cut)) else None
         if isinstance(value, DTensor):
             _check_own(value)
             same = cut is not None and value.device_mesh == self._meshes.get((cut.axis, value.device.type))
-            plain = cut is not None and cut.owner is None and cut.stripes == 1
-            if same and plain and cut is not None and list(value.placements) == self._placements(cut):
+            if same and cut is not None and _is_plain(cut) and list(value.placements) == self._placements(cut):
                 return value.to_local()
         return None
 
@@ -193,12 +194,20 @@ class State:
         return {name: done[self.weights.first_name(name)] for name in parts}
 
     def _gather_stack(self, names: tuple[str, ...], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All experts of one stack in one exchange."""
-        axis = self.weights.cuts[names[0]].axis
-        mine = torch.stack([parts[name].detach().as_subclass(Tensor) for name in self.weights.local_names(names)])
-        out = mine.new_empty((len(names), *mine.shape[1:]))
-        all_gather_single(out, mine, group=self.groups.group(axis))
+        """All experts of one stack in one exchange over each axis."""
+        cut = self.weights.cuts[names[0]]
+        out = torch.stack([parts[name].detach().as_subclass(Tensor) for name in self.weights.local_names(names)])
+        owners = [] if cut.owner is None else [(cut.axis, Striped(0))]
+        for axis, placed in reversed([*owners, *((axis, placed.moved(placed.dim + 1)) for axis, placed in cut.parts)]):
+            found = out.new_empty((self.groups.size(axis), *out.shape))
+            all_gather_single(found.flatten(0, 1), out.contiguous(), group=self.groups.group(axis))
+            out = put_together(found.unbind(0), placed)
         return {self.weights.first_name(name): item.clone() for name, item in zip(names, out.unbind(0), strict=True)}
+
+
+def _is_plain(cut: Cut) -> bool:
+    """Whether DTensor can say how a weight lies: in blocks, over one axis."""
+    return cut.owner is None and cut.stripes == 1 and not cut.more
 
 
 def _replicas(axis: str) -> str:

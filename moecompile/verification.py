@@ -23,7 +23,7 @@ from .errors import CaptureError, PlanError
 from .mesh import Mesh
 from .plan import Plan
 from .runtime.launcher import launch
-from .weights import Cut, part_of
+from .weights import Cut
 
 # Largest relative error that the order of sums explains; a wrong factor or a missing reduction is far above.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -121,7 +121,7 @@ def verify(
     Raises PlanError, CaptureError and RankError as `parallelize` on a rank would.
     """
     plan.check_supported()
-    plan = plan if plan.dp is not None else plan.resolve(plan.ep)
+    plan = plan if plan.dp is not None else plan.resolve(plan.least_world_size)
     model = copy.deepcopy(model).cpu()
     if dtype is not None:
         model = model.to(dtype)
@@ -289,12 +289,9 @@ def _part_error(
         return math.inf
     if cut is None:
         return _relative(found, whole, floor)
-    place = mesh.axis_index(cut.axis, rank)
-    if cut.dim is not None:
-        whole = part_of(whole, cut.placed, mesh.size(cut.axis), place)
-    elif cut.owner != place:
+    if cut.owner is not None and cut.owner != mesh.axis_index(cut.axis, rank):
         return 0.0 if found.numel() == 0 else math.inf
-    return _relative(found, whole, floor)
+    return _relative(found, cut.part(whole, mesh, rank), floor)
 
 
 def _relative(found: Tensor, wanted: Tensor, floor: float) -> float:

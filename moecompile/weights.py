@@ -24,6 +24,7 @@ class Cut:
 
     ``shape`` is the global shape. ``stripes`` > 1: the dim holds so many projections side by side, each of which is cut. For an
     expert that is a parameter of its own ``owner`` is the index on ``axis`` of the rank that holds it and ``dim`` is None.
+    ``more`` are further cuts, over other axes of the same mesh, of what that leaves: experts are cut over ep and over etp.
     """
 
     axis: str
@@ -31,13 +32,24 @@ class Cut:
     dim: int | None = 0
     owner: int | None = None
     stripes: int = 1
+    more: tuple[tuple[str, Shard], ...] = ()
 
     @property
-    def placed(self) -> Shard:
-        """The cut of a dim; ValueError where the whole lies on one rank."""
-        if self.dim is None:
-            raise ValueError("an expert of its own lies whole on one rank")
-        return Shard(self.dim, self.stripes)
+    def parts(self) -> tuple[tuple[str, Shard], ...]:
+        """The cuts of dims in their order; none for an expert that lies whole on one rank."""
+        first = () if self.dim is None else ((self.axis, Shard(self.dim, self.stripes)),)
+        return (*first, *self.more)
+
+    @property
+    def axes(self) -> str:
+        """All axes over which it is spread, as one."""
+        return joined([self.axis, *(axis for axis, _ in self.more)])
+
+    def part(self, value: Tensor, mesh: Mesh, rank: int) -> Tensor:
+        """What a rank that holds some of it holds of a whole value."""
+        for axis, placed in self.parts:
+            value = part_of(value, placed, mesh.size(axis), mesh.axis_index(axis, rank))
+        return value
 
 
 class Weights:
@@ -62,7 +74,7 @@ class Weights:
                 if item.stacked:
                     self._stack(item, placed)
                 elif placed and item.fqns[0] not in self.cuts:
-                    self._slice(item.fqns[0], *placed[0])
+                    self._slice(item.fqns[0], placed)
 
     def hold(self, found: Mapping[str, tuple[int, ...]]) -> None:
         """Empty every parameter that only other pipeline stages read; call behind ``cut``."""
@@ -95,7 +107,7 @@ class Weights:
     def spread_axis(self, name: str) -> str:
         """The axes over which the parts of a weight lie, stages among them; '' for one that every rank has whole."""
         cut = self.cuts.get(name)
-        axes = [*(["pp"] if name in self.stages else []), *([cut.axis] if cut else [])]
+        axes = [*(["pp"] if name in self.stages else []), *(cut.axes.split("+") if cut else [])]
         return joined(axes) if axes else ""
 
     def value(self, item: Input) -> Tensor:
@@ -145,19 +157,29 @@ class Weights:
         return next((names for names in self._stacks if name in names and name in self.cuts), None)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
-    def _slice(self, name: str, axis: str, placed: Shard) -> None:
-        tensor, ranks = find(self.model, name), self.mesh.size(axis)
-        self._note(name, Cut(axis, self.shapes[name], placed.dim, stripes=placed.outer))
-        tensor.data = part_of(tensor.data, placed, ranks, self.mesh.axis_index(axis, self.rank)).clone()
+    def _slice(self, name: str, placed: list[tuple[str, Shard]]) -> None:
+        (axis, first), *more = placed
+        self._cut_data(name, Cut(axis, self.shapes[name], first.dim, stripes=first.outer, more=tuple(more)))
+
+    def _cut_data(self, name: str, cut: Cut) -> None:
+        tensor = find(self.model, name)
+        self._note(name, cut)
+        if cut.parts:
+            tensor.data = cut.part(tensor.data, self.mesh, self.rank).clone()
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
+        """Each expert lies on one rank of the axis that cuts the stack's own dim, and is cut over the others."""
         if item.fqns in self._stacks:
             return
-        axis = placed[0][0] if placed else ""
-        share = len(item.fqns) // (self.mesh.size(axis) if axis else 1)
+        owners = [axis for axis, cut in placed if cut.dim == 0]
+        inner = tuple((axis, cut.moved(cut.dim - 1)) for axis, cut in placed if cut.dim != 0)
+        share = len(item.fqns) // (self.mesh.size(owners[0]) if owners else 1)
         for index, name in enumerate(item.fqns):
-            if axis:
-                self._note(name, Cut(axis, self.shapes[name], None, index // share))
+            if owners:
+                self._cut_data(name, Cut(owners[0], self.shapes[name], None, index // share, more=inner))
+            elif inner:
+                (axis, first), *more = inner
+                self._cut_data(name, Cut(axis, self.shapes[name], first.dim, stripes=first.outer, more=tuple(more)))
         self._restack(item.fqns)
         for name in set(item.fqns) - set(self.local_names(item.fqns)):
             tensor = find(self.model, name)
@@ -169,7 +191,7 @@ class Weights:
 
     def local_names(self, names: tuple[str, ...]) -> list[str]:
         first = self.cuts.get(names[0])
-        if first is None:
+        if first is None or first.owner is None:
             return list(names)
         mine = self.mesh.axis_index(first.axis, self.rank)
         return [name for name in names if self.cuts[name].owner == mine]

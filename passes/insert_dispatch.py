@@ -4,8 +4,12 @@ Before:  permute -> grouped_linear -> act -> grouped_linear -> unpermute
 After:   permute -> dispatch -> grouped_linear -> act -> grouped_linear -> combine -> unpermute      (alltoall)
          all_gather -> permute_local -> grouped_linear -> act -> grouped_linear -> unpermute -> reduce_scatter   (allgather)
 
-Counts travel first, as one exchange of equal sizes; one read on the host and one unbacked size a layer. Does nothing when
-ep == 1. Shared experts are not between permute and unpermute, so they stay local.
+Under etp all ranks that hold parts of an expert compute on the rows of all of them: the rows that arrived are gathered over etp in
+front of the experts, and the parts of their results summed and sent home behind them (all_gather_rows, reduce_scatter_rows).
+With allgather the tokens of ep and etp are gathered, and their results summed, in one collective over both axes.
+
+Counts travel first, as exchanges of equal sizes; one read on the host and at most two unbacked sizes a layer. Does nothing when
+ep == etp == 1. Shared experts are not between permute and unpermute, so they stay local.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import PassError
+from moecompile.mesh import joined
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.types import PARTIAL, Shard
 from moecompile.program import Input, InputKind
@@ -63,7 +68,7 @@ class InsertDispatch(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
-        if ctx.mesh.size("ep") == 1:
+        if ctx.mesh.size("ep") == ctx.mesh.size("etp") == 1:
             return 0
         done = 0
         for permute in graphs.find(graph, ops.permute):
@@ -74,6 +79,8 @@ class InsertDispatch(Pass):
         return done
 
     def _rewrite(self, graph: Graph, region: Region, ctx: PassContext) -> None:
+        for part in (region.row_map, region.counts, region.rows):
+            region.permute.append(part)  # in front of all that reads any of them
         if region.travelling and self.backend == "allgather":
             raise PassError(
                 f"insert-dispatch: {meta.where(region.travelling[0])} numbers the rows for random numbers inside an expert, which "
@@ -108,39 +115,87 @@ def find_regions(graph: Graph, permute: Node) -> list[Region]:
     return regions
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """How many rows go where, on the CPU: to and from each rank of ep, and from each rank of etp. ``counts`` are by source."""
+
+    send: Node
+    recv: Node
+    counts: Node
+    by_rank: Node | None
+
+
+def _exchange_sizes(graph: Graph, region: Region, ctx: PassContext) -> _Sizes:
+    """Counts travel; one read on the host."""
+    ep, etp = ctx.mesh.size("ep"), ctx.mesh.size("etp")
+
+    def make(target: Any, *args: Any) -> Node:
+        return graphs.call(graph, target, *args, like=region.permute, mode=ctx.mode)
+
+    exchange: tuple[Any, ...] = (ops.exchange_counts, ep, "ep") if ep > 1 else (aten.unsqueeze.default, 0)
+    received = make(exchange[0], region.counts, *exchange[1:])
+    if etp == 1:
+        send, recv, counts = graphs.unpack(graph, make(ops.sizes_to_host, region.counts, received))
+        return _Sizes(send, recv, counts, None)
+    everyones = make(ops.all_gather, received, etp, "etp")
+    read = make(ops.gathered_sizes_to_host, region.counts, received, everyones, etp)
+    send, recv, by_rank, counts = graphs.unpack(graph, read)
+    return _Sizes(send, recv, counts, by_rank)
+
+
 def _alltoall(graph: Graph, region: Region, ctx: PassContext) -> None:
-    ranks, mode = ctx.mesh.size("ep"), ctx.mode
+    """Rows go to the rank of their expert, and to all that hold parts of it."""
+    ep = ctx.mesh.size("ep")
     first = min([*region.body, *region.travelling], key=list(graph.nodes).index)
+    here = meta.tensor(region.rows).shape[0]
 
     def make(target: Any, *args: Any, like: Node = region.permute) -> Node:
-        return graphs.call(graph, target, *args, like=like, mode=mode)
+        return graphs.call(graph, target, *args, like=like, mode=ctx.mode)
+
+    def total(sizes: Node) -> Node:
+        return make(aten._local_scalar_dense.default, make(aten.sum.default, sizes))
 
     with graph.inserting_before(first):
-        received = make(ops.exchange_counts, region.counts, ranks, "ep")
-        send, recv, local_counts = graphs.unpack(graph, make(ops.sizes_to_host, region.counts, received))
-        num_rows = make(aten._local_scalar_dense.default, make(aten.sum.default, recv))
-        away = make(ops.dispatch, region.rows, send, recv, num_rows, "ep")
-    meta.set_placements(away, _AWAY)
-    moved = {region.rows: away, region.counts: local_counts}
+        sizes = _exchange_sizes(graph, region, ctx)
+        arrived: Any = total(sizes.recv) if ep > 1 else here
+        num_rows = arrived if sizes.by_rank is None else total(sizes.counts)
+
+    def send(rows: Node, like: Node) -> Node:
+        if ep > 1:
+            rows = make(ops.dispatch, rows, sizes.send, sizes.recv, arrived, "ep", like=like)
+            meta.set_placements(rows, _AWAY)
+        if sizes.by_rank is not None:
+            rows = make(ops.all_gather_rows, rows, sizes.by_rank, num_rows, "etp", like=like)
+            meta.set_placements(rows, _AWAY)
+        return rows
+
+    with graph.inserting_before(first):
+        moved = {region.rows: send(region.rows, region.permute), region.counts: sizes.counts}
     for extra in region.travelling:
-        with graph.inserting_after(extra):
-            moved[extra] = make(ops.dispatch, extra, send, recv, num_rows, "ep", like=extra)
-        meta.set_placements(moved[extra], _AWAY)
+        with graph.inserting_before(extra.next):
+            moved[extra] = send(extra, extra)
     _move_body(region, moved, num_rows, ctx)
+    result = region.unpermute.args[0]
+    assert isinstance(result, Node)
     with graph.inserting_before(region.unpermute):
-        result = region.unpermute.args[0]
-        assert isinstance(result, Node)
-        back = make(ops.combine, result, recv, send, meta.tensor(region.rows).shape[0], "ep", like=region.unpermute)
+        back = result
+        if sizes.by_rank is not None:
+            back = make(ops.reduce_scatter_rows, back, sizes.by_rank, arrived, "etp", like=region.unpermute)
+            meta.set_placements(back, _AWAY)
+        if ep > 1:
+            back = make(ops.combine, back, sizes.recv, sizes.send, here, "ep", like=region.unpermute)
     meta.set_placements(back, meta.placements(region.rows))
     region.unpermute.replace_input_with(result, back)
 
 
 def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
-    """Every rank of the group sees all tokens, computes its own experts' part, and the parts are summed at home."""
-    ranks, mode = ctx.mesh.size("ep"), ctx.mode
+    """Every rank of the group sees all tokens, computes its own part of its own experts, and the parts are summed at home."""
+    axes = [axis for axis in ("ep", "etp") if ctx.mesh.size(axis) > 1]
+    axis, mode = joined(axes), ctx.mode
+    ranks = ctx.mesh.size(axis)
     tokens, ids = region.permute.args[0], region.permute.args[1]
     assert isinstance(tokens, Node) and isinstance(ids, Node)
-    experts = int(region.permute.args[2])  # type: ignore[arg-type]
+    held = int(region.permute.args[2]) // ctx.mesh.size("ep")  # type: ignore[arg-type]
     num_tokens, top_k = region.unpermute.args[2], region.unpermute.args[3]  # rows may stand for choices or for tokens
     assert isinstance(num_tokens, int)
     first = min(region.body, key=list(graph.nodes).index)
@@ -149,19 +204,17 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
         return graphs.call(graph, target, *args, like=like, mode=mode)
 
     with graph.inserting_before(first):
-        everyone, all_ids = make(ops.all_gather, tokens, ranks, "ep"), make(ops.all_gather, ids, ranks, "ep")
-        start = offset_input(ctx, "ep", experts // ranks)
-        received = make(ops.exchange_counts, region.counts, ranks, "ep")
-        _, recv, _ = graphs.unpack(graph, make(ops.sizes_to_host, region.counts, received))
-        num_rows = make(aten._local_scalar_dense.default, make(aten.sum.default, recv))
-        rows, counts, row_map = graphs.unpack(
-            graph, make(ops.permute_local, everyone, all_ids, start, experts // ranks, num_rows)
-        )
+        everyone, all_ids = make(ops.all_gather, tokens, ranks, axis), make(ops.all_gather, ids, ranks, axis)
+        start = offset_input(ctx, "ep", held)
+        sizes = _exchange_sizes(graph, region, ctx)
+        counted = sizes.recv if sizes.by_rank is None else sizes.counts
+        num_rows = make(aten._local_scalar_dense.default, make(aten.sum.default, counted))
+        rows, counts, row_map = graphs.unpack(graph, make(ops.permute_local, everyone, all_ids, start, held, num_rows))
     meta.set_placements(rows, _AWAY)
     _move_body(region, {region.rows: rows, region.counts: counts}, num_rows, ctx)
     with graph.inserting_before(region.unpermute):
         probs = region.probs
-        gathered = make(ops.all_gather, probs, ranks, "ep", like=region.unpermute) if isinstance(probs, Node) else None
+        gathered = make(ops.all_gather, probs, ranks, axis, like=region.unpermute) if isinstance(probs, Node) else None
         partial = make(
             ops.unpermute,
             region.unpermute.args[0],
@@ -171,8 +224,8 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
             gathered,
             like=region.unpermute,
         )
-        home = make(ops.reduce_scatter, partial, ranks, "ep", like=region.unpermute)
-    meta.set_placements(partial, {"ep": PARTIAL})
+        home = make(ops.reduce_scatter, partial, ranks, axis, like=region.unpermute)
+    meta.set_placements(partial, dict.fromkeys(axes, PARTIAL))
     meta.set_placements(home, meta.placements(region.unpermute))
     graphs.replace(region.unpermute, home)
 
@@ -200,7 +253,13 @@ def _move_body(region: Region, moved: dict[Node, Node], num_rows: Node, ctx: Pas
             )
         graphs.refresh(node, ctx.mode)
         if node.target is not operator.getitem and meta.is_tensor(node):
-            meta.set_placements(node, _AWAY)
+            _place_away(node)
+
+
+def _place_away(node: Node) -> None:
+    """Rows that are away; what etp cuts of them, or leaves to be summed, stays."""
+    placed = meta.placements(node)
+    meta.set_placements(node, _AWAY | ({"etp": placed["etp"]} if "etp" in placed else {}))
 
 
 def _probs_before_last_linear(graph: Graph, region: Region, ctx: PassContext) -> None:
@@ -219,6 +278,7 @@ def _probs_before_last_linear(graph: Graph, region: Region, ctx: PassContext) ->
     with graph.inserting_before(last):
         weights = make(ops.gather_rows, make(aten.reshape.default, probs, [-1, 1]), region.row_map, 1)
         scaled = make(aten.mul.Tensor, last.args[0], weights)
+    meta.set_placements(scaled, meta.placements(last.args[0]))  # type: ignore[arg-type]
     last.args = (scaled, *last.args[1:])
     region.unpermute.args = region.unpermute.args[:4]
     region.unpermute.kwargs = {}

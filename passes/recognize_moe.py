@@ -65,11 +65,12 @@ class RecognizeMoe(Pass):
         unrouted += lookups
         program.unrouted = [item.record() for item in unrouted]
         _describe_all(graph, ctx)
-        if ctx.mesh.size("ep") > 1 and (not (program.layers or lookups) or (unrouted and program.plan.strict)):
+        degrees = [f"{axis}={ctx.mesh.size(axis)}" for axis in ("ep", "etp") if ctx.mesh.size(axis) > 1]
+        if degrees and (not (program.layers or lookups) or (unrouted and program.plan.strict)):
             said = "".join(f"; {meta.where(item.node)}: {item.reason}" for item in unrouted)
             found = f"{len(unrouted)} layers that are none" if program.layers else "no MoE layer"
             raise CaptureError(
-                f"recognize-moe: the model has {found}, and ep={ctx.mesh.size('ep')} needs one{said}; use ep=1"
+                f"recognize-moe: the model has {found}, and {degrees[0]} needs one{said}; use {degrees[0].partition('=')[0]}=1"
                 f"{' or strict=False' if program.layers else ''}; {ACCEPTED}."
             )
         return len(layers)

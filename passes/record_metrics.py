@@ -1,4 +1,4 @@
-"""Return what each MoE layer did: how many tokens each expert got, and what the loss holds for its router.
+"""Return what each MoE layer did: the tokens that each expert got, those it dropped, and what the loss holds for its router.
 
 Before:  the counts of permute stay inside the layer, and balance terms inside the loss
 After:   both are outputs of kind METRIC, as this rank's share; nothing is reduced until somebody asks
@@ -24,6 +24,7 @@ from moecompile.program import Output, OutputKind, Program
 
 aten = torch.ops.aten
 TOKENS_PER_EXPERT = "tokens_per_expert"
+DROPPED = "dropped"
 AUX = "aux"
 
 # the same number in another type or shape
@@ -57,24 +58,47 @@ class RecordMetrics(Pass):
 
 
 def _counts(program: Program, ctx: PassContext) -> Iterator[tuple[Node, Output]]:
-    """What permute counts in each layer, without the rows of choices that no expert serves."""
-    partly = {record["permute"] for record in program.layers if record.get("partly_served")}
+    """What permute counts in each layer, without the rows of choices that no expert serves, and how many of them were dropped."""
+    layers = {record["permute"]: record for record in program.layers if record.get("partly_served")}
     for permute in graphs.find(program.graph, ops.permute):
         counts = graphs.items(permute).get(1)
-        if counts is not None:
-            placed = tuple(meta.placements(counts).items())
-            counts = _served(permute, ctx) if permute.name in partly else counts
-            name = meta.module_path(permute)
-            yield counts, Output(OutputKind.METRIC, name, what=TOKENS_PER_EXPERT, placements=placed)
+        if counts is None:
+            continue
+        placed = tuple(meta.placements(counts).items())
+        name, record = meta.module_path(permute), layers.get(permute.name)
+        if record is not None:
+            mask = _served_mask(permute)
+            if record.get("drops"):
+                dropped = _dropped(permute, mask, bool(record.get("lone_options")), ctx)
+                yield dropped, Output(OutputKind.METRIC, name, what=DROPPED, placements=placed)
+            counts = _served(permute, mask, ctx)
+        yield counts, Output(OutputKind.METRIC, name, what=TOKENS_PER_EXPERT, placements=placed)
 
 
-def _served(permute: Node, ctx: PassContext) -> Node:
-    """Tokens per expert without choices whose weight recognize-moe masked, as no expert serves them."""
+def _served_mask(permute: Node) -> Node:
+    """Which choices an expert serves, bool ``[T, K]``: those whose weight recognize-moe did not mask."""
     row_map = graphs.items(permute)[2]
     probs: Any = next(user.args[4] for user in row_map.users if user.target is ops.unpermute)
     while probs.target is aten.reshape.default:
         probs = probs.args[0]
-    mask = probs.args[1].args[0] if probs.target is aten.masked_fill.Scalar else probs.args[0]
+    mask: Node = probs.args[1].args[0] if probs.target is aten.masked_fill.Scalar else probs.args[0]
+    return mask
+
+
+def _dropped(permute: Node, served: Node, lone_options: bool, ctx: PassContext) -> Node:
+    """How many choices of experts were dropped. Choices of an option without expert are none; the mask of those stands first."""
+    wanted = served.args[0] if lone_options else None
+    kept = served.args[1] if lone_options else served
+    assert isinstance(kept, Node)
+    with permute.graph.inserting_before(permute.graph.output_node()):
+        lost = graphs.call(permute.graph, aten.logical_not.default, kept, like=permute, mode=ctx.mode)
+        if wanted is not None:
+            lost = graphs.call(permute.graph, aten.logical_and.default, wanted, lost, like=permute, mode=ctx.mode)
+        return graphs.call(permute.graph, aten.sum.default, lost, like=permute, mode=ctx.mode)
+
+
+def _served(permute: Node, mask: Node, ctx: PassContext) -> Node:
+    """Tokens per expert without choices outside ``mask``."""
 
     def make(target: Any, *args: Any) -> Node:
         return graphs.call(permute.graph, target, *args, like=permute, mode=ctx.mode)

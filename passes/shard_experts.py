@@ -1,14 +1,19 @@
-"""Cut the expert weights over ep: each rank keeps E / ep experts.
+"""Cut the expert weights: each rank keeps E / ep experts, and of each of them 1 / etp of its width.
 
 Before:  grouped_linear(rows, tokens_per_expert, w) with w [E, out, in]
-After:   the same call with w [E / ep, out, in], whose parameter is this rank's share
+After:   the same call with w [E / ep, out, in], whose parameter is this rank's share; under etp the first linears of an expert have
+         w [E / ep, out / etp, in] and the last ones w [E / ep, out, in / etp], whose results are sums over etp still to be taken
+
+Which linears are first and last is found from the expert's graph (``moecompile/placement/expert_width.py``), and so is where gate and
+up lie side by side in one weight, each of which is then cut. The bias of a last linear counts once, in equal parts.
 
 A weight that is computed (a low-rank adapter added to a frozen weight) is followed back to its parameters: those stacked along
-the expert dim are cut, smaller ones stay whole and their product is sliced. Does nothing when ep == 1.
+the expert dim are cut, smaller ones stay whole and their product is sliced. Does nothing when ep == etp == 1.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,25 +23,27 @@ from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Pass, PassContext
+from moecompile.placement.expert_width import Experts, WidthSearch, find_experts, moved, width_sharder
 from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
-from moecompile.placement.types import REPLICATE, Shard
+from moecompile.placement.types import REPLICATE, Partial, Placement, Shard
 from moecompile.program import Input, InputKind
 
 
 @dataclass(frozen=True)
 class ShardExperts(Pass):
-    """Place every expert weight as S(0) on ep."""
+    """Place every expert weight as S(0) on ep, and as S(1) or S(2) on etp."""
 
     name: ClassVar[str] = "shard-experts"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.EXPERTS_SHARDED})
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
+        done = _cut_width(graph, ctx) if ctx.mesh.size("etp") > 1 else 0
         ranks = ctx.mesh.size("ep")
         calls = graphs.find(graph, ops.grouped_linear)
         if ranks == 1 or not calls:
-            return 0
+            return done
         weights = list(dict.fromkeys(arg for call in calls for arg in call.args[2:4] if isinstance(arg, Node)))
         for weight in weights:
             _check_divides(weight, ranks)
@@ -49,7 +56,81 @@ class ShardExperts(Pass):
             by_name[node.name] = Input(InputKind.OFFSET, node.name, axis=axis, stride=stride)
         ctx.program.inputs[:] = [by_name[node.name] for node in walk.graph.nodes if node.op == "placeholder"]
         graph.graph = walk.graph
-        return len(cut)
+        return done + len(cut)
+
+
+# ---- over etp ----------------------------------------------------------------------------------------------------------
+
+
+def _cut_width(graph: GraphModule, ctx: PassContext) -> int:
+    """Cut every expert's linears over etp, while the graph still has the experts of all ranks."""
+    inputs, ranks = dict(ctx.program.items()), ctx.mesh.size("etp")
+    weights = [node for node, item in inputs.items() if item.kind in (InputKind.PARAM, InputKind.BUFFER)]
+    search, layers = WidthSearch(graph.graph, ranks, ctx.mode), find_experts(graph.graph)
+    cuts: dict[Node, Placement] = {}
+    for experts in layers:
+        found = search.cuts(experts)
+        if not found:
+            raise _refused(experts, search, ctx)
+        for weight, placed in found.items():
+            cuts |= search.parameters(weight, placed, weights)
+    if not layers:
+        return 0
+    walk = width_sharder(graph.graph, ranks, ctx.mode)
+    _rebuild_width(graph.graph, walk, layers, cuts)
+    by_name = {node.name: item.placed("etp", cuts[node]) if node in cuts else item for node, item in inputs.items()}
+    for axis, stride, node in walk.new_offsets:
+        by_name[node.name] = Input(InputKind.OFFSET, node.name, axis=axis, stride=stride)
+    ctx.program.inputs[:] = [by_name[node.name] for node in walk.graph.nodes if node.op == "placeholder"]
+    graph.graph = walk.graph
+    return len(cuts)
+
+
+def _refused(experts: Experts, search: WidthSearch, ctx: PassContext) -> PassError:
+    """Why these experts cannot be cut: their width does not divide, or no linear of theirs leads to a sum over ranks."""
+    where = meta.where(experts.linears[0] if experts.linears else experts.result)
+    width = math.gcd(*search.widths(experts))
+    if width:
+        ctx.plan.check_model(expert_width=width, name=where)
+    return PassError(
+        f"shard-experts: {where} belongs to experts in which no linear whose columns are cut leads to one whose rows are cut, through "
+        f"ops that work on each feature alone; rewrite the experts so, or use etp=1."
+    )
+
+
+def _not_cut(node: Node) -> PassError:
+    return PassError(
+        f"shard-experts: {meta.where(node)}: the weights of these experts do not lead to linears that are cut by columns and then by "
+        f"rows; store them as [num_experts, ...] or as one module per expert, or use etp=1."
+    )
+
+
+def _rebuild_width(graph: Graph, walk: Sharder, layers: list[Experts], cuts: dict[Node, Placement]) -> None:
+    """Copy the graph with the experts, and what their weights are computed from, on this rank's part of their width."""
+    body = {node for experts in layers for node in experts.body}
+    results = {experts.result for experts in layers}
+    read = {arg for experts in layers for call in experts.linears for arg in call.args[2:4] if isinstance(arg, Node)}
+    region = body | read | graphs.ancestors(*read)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            walk.add_placeholder(node, {"etp": cuts.get(node, REPLICATE)})
+        elif node.op == "call_function" and (node in body or (node in region and _reached(walk, node, "etp"))):
+            try:
+                walk.visit(node)
+            except PassError as error:
+                raise _not_cut(node) from error
+        elif node.op == "call_function":
+            if _reached(walk, node, "etp"):
+                raise _read_outside(node, "etp")
+            walk.keep(node, walk.env.__getitem__)
+    whole = next((node for node in results if not isinstance(walk.place(node, "etp"), Partial)), None)
+    if whole is not None or moved(walk.graph):
+        raise _not_cut(whole or next(iter(results)))
+    found: Any = graph.output_node().args[0]
+    walk.graph.output(tuple(walk.env[item] if isinstance(item, Node) else item for item in found))
+
+
+# ---- over ep -----------------------------------------------------------------------------------------------------------
 
 
 def _check_divides(weight: Node, ranks: int) -> None:
@@ -109,17 +190,21 @@ def _rebuild(graph: Graph, walk: Sharder, weights: set[Node], cut: set[Node]) ->
             walk.keep(node, lambda arg: _expert_share(walk, arg) if arg in weights else walk.env[arg])
         elif node.op == "call_function":
             if _reached(walk, node):
-                raise PassError(
-                    f"shard-experts: {meta.where(node)} reads an expert weight outside the expert's own linear, which has no rule while "
-                    f"ep > 1; compute it from the model's parameters after the step, or use ep=1."
-                )
+                raise _read_outside(node, "ep")
             walk.keep(node, walk.env.__getitem__)
     results: Any = graph.output_node().args[0]
     walk.graph.output(tuple(walk.env[found] if isinstance(found, Node) else found for found in results))
 
 
-def _reached(walk: Sharder, node: Node) -> bool:
-    return any(isinstance(walk.place(source, "ep"), Shard) for source in node.all_input_nodes)
+def _reached(walk: Sharder, node: Node, axis: str = "ep") -> bool:
+    return any(isinstance(walk.place(source, axis), Shard) for source in node.all_input_nodes)
+
+
+def _read_outside(node: Node, axis: str) -> PassError:
+    return PassError(
+        f"shard-experts: {meta.where(node)} reads an expert weight outside the expert's own linear, which has no rule while "
+        f"{axis} > 1; compute it from the model's parameters after the step, or use {axis}=1."
+    )
 
 
 def _expert_share(walk: Sharder, weight: Node) -> Node:

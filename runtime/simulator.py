@@ -256,6 +256,33 @@ def _exchange(stops: list[_Stop]) -> list[Tensor]:
     return [torch.cat([source[j] for source in parts]) for j in range(len(stops))]
 
 
+def _row_sizes(stops: list[_Stop], here: list[int]) -> list[int]:
+    """How many rows each rank has of its own, as all ranks must agree."""
+    sizes: list[int] = stops[0].args[1].tolist()
+    for at, stop in enumerate(stops):
+        if stop.args[1].tolist() != sizes or len(sizes) != len(stops) or here[at] != sizes[at]:
+            raise VerifyError(
+                f"simulate: {stop}: sizes {stop.args[1].tolist()} must be those of all {len(stops)} ranks ({sizes} on rank "
+                f"{stops[0].rank}), of which this rank has {here[at]}; gather the counts of this very routing first."
+            )
+    return sizes
+
+
+def _all_gather_rows(stops: list[_Stop]) -> list[Tensor]:
+    _row_sizes(stops, [stop.x.shape[0] for stop in stops])
+    return _all_gather(stops)
+
+
+def _reduce_scatter_rows(stops: list[_Stop]) -> list[Tensor]:
+    sizes = _row_sizes(stops, [int(stop.args[2]) for stop in stops])
+    if any(stop.x.shape[0] != sum(sizes) for stop in stops):
+        raise VerifyError(f"simulate: {stops[0]} has not the {sum(sizes)} rows of all ranks; gather them first.")
+    total = stops[0].x.clone()
+    for stop in stops[1:]:
+        total = total + stop.x
+    return [part.clone() for part in torch.split(total, sizes)]
+
+
 _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.all_reduce: _all_reduce,
     ops.all_gather: _all_gather,
@@ -263,6 +290,8 @@ _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.exchange_counts: _exchange_counts,
     ops.dispatch: _exchange,
     ops.combine: _exchange,
+    ops.all_gather_rows: _all_gather_rows,
+    ops.reduce_scatter_rows: _reduce_scatter_rows,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moecompile.capture.followed import followed
 from moecompile.capture.where import forward_line, module_name
 from moecompile.errors import CaptureError
 
@@ -61,7 +62,7 @@ class Carried:
     after: Any
     line: str
     said: str  # both values as text
-    used: bool  # read more often than written: a counter that is only counted up is not
+    used: bool  # for more than counting up: read more often than written, compared, changed in place
 
     def put(self, value: Any) -> None:
         if value is _ABSENT:
@@ -74,9 +75,12 @@ class Attributes:
     """What happens to plain attributes of a model's modules during one forward.
 
     Modules are known by their ids; `begin` keeps those alive that the trace is about, and others are not looked at.
+    ``followed`` are what an earlier forward changed: numbers among them tell whether they are used for more than counting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, followed: Iterable[Carried] = ()) -> None:
+        self._followed = {(id(item.module), item.name) for item in followed}
+        self._used: set[tuple[int, str]] = set()
         self._read: Counter[tuple[int, str]] = Counter()
         self._wrote: Counter[tuple[int, str]] = Counter()
         self._written: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
@@ -91,6 +95,7 @@ class Attributes:
         self._plain.clear()
         self._read.clear()
         self._wrote.clear()
+        self._used.clear()
         self._hooks.clear()
         for module in modules:
             self._hooks += [(found, dict(found)) for name in _HOOKS if (found := vars(module).get(name)) is not None]
@@ -100,6 +105,11 @@ class Attributes:
     def read(self, module: nn.Module, name: str) -> None:
         if name not in _INTERNAL and not name.startswith("__"):
             self._read[id(module), name] += 1
+
+    def value(self, module: nn.Module, name: str, found: Any) -> Any:
+        """What the forward gets to see of an attribute."""
+        key = (id(module), name)
+        return followed(found, lambda: self._used.add(key)) if key in self._followed else found
 
     def write(self, module: nn.Module, name: str, line: str) -> None:
         """Note an assignment; the first one of this forward only counts if nothing was read before."""
@@ -130,7 +140,9 @@ class Attributes:
                 if _text(value) != before:
                     line = self._lines.get((id(module), name)) or forward_line(module)
                     said = f"from {before} to {_text(value)}"
-                    used = self._read[id(module), name] > self._wrote[id(module), name]
+                    key = (id(module), name)
+                    read, wrote = self._read[key], self._wrote[key]
+                    used = read > wrote or not wrote or key in self._used
                     self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said, used))
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moecompile import graph as ir
-from moecompile.capture.attributes import refuse_carried
+from moecompile.capture.attributes import Attributes, Carried, refuse_carried
 from moecompile.capture.batch import leaf_names
 from moecompile.capture.captured import Captured
 from moecompile.capture.explain import errors_explained, torch_quiet
@@ -87,7 +87,7 @@ def capture_model(
         for item in changed:
             item.put(item.after)  # export may have put it back
         try:
-            again, later = traced()
+            again, later = traced(followed=changed)
             moved = [item for item in later.attributes.carried if item.used]
             moved = moved or (changed if _text(again) != _text(program) else [])
             if moved:
@@ -109,10 +109,11 @@ def _traced(
     mode: FakeTensorMode,
     loss_fn: Callable[..., Any] | None,
     shapes: Mapping[str, Sequence[int]],
+    followed: Sequence[Carried] = (),
 ) -> tuple[torch.export.ExportedProgram, Results]:
     """Export one call; attributes hold what the forward left in them, or what they held before if it failed."""
     tensors = tuple(_fake_input(leaf, mode) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    results = Results()
+    results = Results(attributes=Attributes(followed))
     call = _Call(model, leaves, in_spec, loss_fn, results)
     device = tensors[0].device if tensors else torch.device("cpu")
     faked = _weights_faked(call, mode, device, shapes)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.attributes import Attributes
 from moecompile.capture.custom_function import functions_traced
+from moecompile.capture.followed import unfollowed
 from moecompile.capture.transforms import vmap_unrolled
 from moecompile.capture.where import current_line, forward_line, module_name
 from moecompile.errors import CaptureError
@@ -123,6 +124,7 @@ def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[No
     def watched_get(self: nn.Module, name: str) -> Any:
         if id(self) in members:
             attributes.read(self, name)
+            return attributes.value(self, name, plain_get(self, name))
         return plain_get(self, name)
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
@@ -134,7 +136,7 @@ def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[No
                 attributes.write(self, name, current_line())
             if isinstance(value, torch.Tensor) and (lasting or not attributes.is_local(self, name)):
                 _refuse_assignment(root, self, name, current_line())
-        plain_setattr(self, name, value)
+        plain_setattr(self, name, unfollowed(value))
 
     def watched_register(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
         if id(self) in members:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     model = load_model(arguments.model)
     plan = load_plan(arguments.plan, {"dp": arguments.dp, "ep": arguments.ep})
-    world_size = None if plan.dp is not None else max(plan.ep, 1)
+    world_size = None if plan.dp is not None else plan.least_world_size
     program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
     found = report(model, program)
     if arguments.json:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     model, plan = load_model(arguments.model), load_plan(arguments.plan, {})
-    world_size = None if plan.dp is not None else max(plan.ep, plan.tp * plan.cp)
+    world_size = None if plan.dp is not None else plan.least_world_size
     program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
     rows = communication(program)
     if arguments.json:

@@ -25,6 +25,7 @@ from moecompile.ops.graft import graft
 from moecompile.ops.random import fold_seed, global_rows, uniform, uniform_rows
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice
+from moecompile.ops.uneven import all_gather_rows, gathered_sizes_to_host, reduce_scatter_rows
 
 # Position of the mesh axis (when bound: the process-group name) among the arguments of each collective.
 AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
@@ -35,6 +36,8 @@ AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
         all_reduce: 2,
         all_gather: 2,
         reduce_scatter: 2,
+        all_gather_rows: 3,
+        reduce_scatter_rows: 3,
     }
 )
 # The gradient of each collective is the op that is its transpose.
@@ -45,6 +48,8 @@ TRANSPOSE: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyTyp
         all_reduce: all_reduce,
         all_gather: reduce_scatter,
         reduce_scatter: all_gather,
+        all_gather_rows: reduce_scatter_rows,
+        reduce_scatter_rows: all_gather_rows,
     }
 )
 COLLECTIVES: frozenset[OpOverload[..., Any]] = frozenset(AXIS_ARGUMENT)
@@ -54,6 +59,7 @@ __all__ = [
     "COLLECTIVES",
     "TRANSPOSE",
     "all_gather",
+    "all_gather_rows",
     "all_reduce",
     "combine",
     "cpu",
@@ -61,6 +67,7 @@ __all__ = [
     "exchange_counts",
     "fold_seed",
     "gather_rows",
+    "gathered_sizes_to_host",
     "global_rows",
     "graft",
     "grouped_linear",
@@ -71,6 +78,7 @@ __all__ = [
     "permute",
     "permute_local",
     "reduce_scatter",
+    "reduce_scatter_rows",
     "rms_norm",
     "rms_norm_backward",
     "rotary",

@@ -22,7 +22,7 @@ _WINDOWS = [aten.slice.Tensor, aten.narrow.default]
 
 
 def window(call: Call) -> Decision:
-    """slice, narrow: free along other dims; along the cut dim only whole blocks of it."""
+    """slice, narrow: free along other dims; along the cut dim only whole blocks of it, or every so-manieth element."""
     source = call.args[0]
     placed = call.placed(source)
     if not isinstance(placed, Shard):
@@ -31,10 +31,19 @@ def window(call: Call) -> Decision:
     if dim != placed.dim or call.out_shape == call.shape(source):
         return Decision(placed)
     start, step = _start(call.node, call.shape(source)[dim])
+    if step > 1 and _every(placed, call, start, step, dim):
+        return Decision(placed)
     blocks = _blocks(placed, call.shape(source)[dim], start, call.out_shape[dim]) if step == 1 else None
     if blocks is None:
         raise NoRuleError("it takes a part of the batch, which is spread over ranks; select along another dim.")
     return Decision(Shard(dim, blocks, placed.rows, placed.origin))
+
+
+def _every(placed: Shard, call: Call, start: int, step: int, dim: int) -> bool:
+    """Whether a window takes one element of each ``step`` of a whole cut dim, and no rank's part ends within such a group."""
+    size = call.shape(call.args[0])[dim]
+    grouped = size % (placed.outer * call.ranks * step) == 0 and not placed.rows
+    return grouped and start < step and call.out_shape[dim] == size // step
 
 
 def _blocks(placed: Shard, size: int, start: int, length: int) -> int | None:
@@ -62,7 +71,9 @@ def _emit_window(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node
     ranks = _ranks_along(walk, source, dim, decisions)
     if ranks == 1:
         return None
-    start, _ = _start(node, meta.tensor(source).shape[dim])
+    start, step = _start(node, meta.tensor(source).shape[dim])
+    if step > 1:
+        return walk.emit(node, (source, dim, start, meta.tensor(walk.env[source]).shape[dim], step), {}, decisions)
     length = meta.tensor(node).shape[dim]
     args = (source, dim, start // ranks, (start + length) // ranks)
     return walk.emit(node, args, {}, decisions, target=aten.slice.Tensor)

@@ -84,7 +84,9 @@ def find_weights(region: Region, cone: Iterable[Node], results: list[Node]) -> l
 
 def find_keeps(region: Region, cone: list[Node]) -> list[Keep]:
     """Ways in which choices may be dropped: the first so many of an expert, else by a mask of the graph."""
-    choice, masks = region.choice, []
+    choice = region.choice
+    masks: list[Keep] = []
+    thresholds: list[Keep] = []
     sizes = {choice.num_tokens * choice.top_k: choice.top_k, choice.num_tokens * choice.num_options: choice.num_options}
     sizes.setdefault(choice.num_tokens * choice.top_k * choice.num_options, choice.num_options)
     limits: dict[int, None] = {}
@@ -97,14 +99,17 @@ def find_keeps(region: Region, cone: list[Node]) -> list[Keep]:
                 for more in (0, 1)
                 if 0 < item < choice.num_tokens * choice.top_k
             )
-        if node in region.static or not _is_fixed(node) or node not in region.routed:
+        if node in region.static or not _is_fixed(node):
             continue
         value = meta.tensor(node)
+        early = node not in region.routed  # made from the scores alone: a threshold
+        if early and value.dtype is not torch.bool:
+            continue
         last = sizes.get(value.numel())
         if value.dim() and last is not None and (value.shape[-1] == last or last == 1):
-            masks.append(Keep(node))
+            (thresholds if early else masks).append(Keep(node))
     counted = [Keep(None, limit, by) for limit in limits for by in (False, True)[: choice.top_k]]
-    return [*counted[: 2 * _MANY], *masks[::-1][: 2 * _MANY]]
+    return [*counted[: 2 * _MANY], *thresholds[: 2 * _MANY], *masks[::-1][: 2 * _MANY]]
 
 
 def _is_fixed(node: Node) -> bool:

@@ -7,7 +7,7 @@ both agree, in float64, on probes where every expert is hit, where all tokens go
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from moecompile.recognition.regions import Region
 from moecompile.recognition.rest import Rest
 from moecompile.recognition.scale import Scale, choose_scale
 from moecompile.recognition.stand_in import BodyStandIn, StandIn, expert_count, probe_ids
+from moecompile.recognition.unseen import other_value, other_weights, silent, unseen
 
 _ROUNDS = 4
 _LARGEST = 2**27  # elements of the largest value of a probe
@@ -101,6 +102,11 @@ class Matcher:
         for order in self._orders():
             probes = [self._probe(round_, order, self.linear) for round_ in range(_ROUNDS)]
             for result, formula in self._fits(probes):
+                if not self._holds_unseen(result, formula, order, probes):
+                    why = (
+                        why or "a comparison or a clamp between its experts and their sum does more than choose weights"
+                    )
+                    continue
                 if not self._gradients_agree(result, formula, order):
                     why = "its values are those of a weighted sum of experts, but its gradients are not"
                     continue
@@ -216,15 +222,23 @@ class Matcher:
             given[choice.chosen] = evaluator.drawn[choice.chosen] = drawn.requires_grad_()
         return given, ids.reshape(self.num_tokens, choice.top_k)
 
-    def _probe(self, round_: int, order: list[int], linear: bool) -> Probed:
-        """Run the region once as it is, and once with experts that return zero."""
+    def _probe(self, round_: int, order: list[int], linear: bool, drawn: Iterable[Node] = ()) -> Probed:
+        """Run the region once as it is, and once with experts that return zero. What is in ``drawn`` gets other values."""
         evaluator, generator = self._evaluator(round_)
         stand_in = StandIn.make(self.choice.num_options, self.width, linear, self.zero_kept, generator)
         given, ids = self._given(round_, evaluator, generator)
+        same: dict[Any, torch.Tensor] = {}  # a loop over experts writes a threshold once for each
+        for node in sorted(drawn, key=self.region.order.__getitem__):
+            value = evaluator.run([node], given, self._stand_ins(order, stand_in))[node]
+            key = (node.target, node.args, node.name if node in self.weights else "")
+            if key not in same:
+                is_weight = node in self.weights
+                same[key] = other_weights(value, ids, order, generator) if is_weight else other_value(value, generator)
+            given[node] = same[key]
         values = evaluator.run([*self.results, *self.weights], given, self._stand_ins(order, stand_in))
-        same = {node: value for node, value in values.items() if node not in self.affected}
+        kept = {node: value for node, value in values.items() if node not in self.affected}
         none = self._stand_ins(order, lambda expert, rows: stand_in(expert, rows) * 0)
-        bases = evaluator.run(self.results, same, none)
+        bases = evaluator.run(self.results, kept, none)
         rows = values[self.tokens]
         rows = rows.reshape(self.num_tokens * (self.choice.top_k if self.by_choice else 1), -1)
         leaves = [tensor for tensor in evaluator.drawn.values() if tensor.requires_grad]
@@ -263,6 +277,15 @@ class Matcher:
         """What the formula says they add."""
         parts = probed.experts_part(formula)
         return parts.reshape(-1, self.width) if self.apart else parts.sum(1)
+
+    def _holds_unseen(self, result: Node, formula: Formula, order: list[int], probes: list[Probed]) -> bool:
+        """Whether the formula also holds with other values for what says nothing on the probes."""
+        weights = [node for node in (formula.probs, formula.scale) if node is not None and silent(node, order, probes)]
+        drawn = {*weights, *unseen(self.cone, probes)}
+        if not drawn:
+            return True
+        again = [self._probe(round_, order, self.linear, drawn) for round_ in range(_ROUNDS)]
+        return all(close(self._experts(one, result), self._wanted(one, formula)) for one in again)
 
     def _gradients_agree(self, result: Node, formula: Formula, order: list[int]) -> bool:
         """Whether both sides have one gradient with respect to tokens, chosen scores and every drawn value."""

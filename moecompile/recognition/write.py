@@ -361,6 +361,7 @@ class Writer:
             "params": list(dict.fromkeys(self.params)),
             "permute": self.permute.name,
             **({} if self.served is None else {"partly_served": True}),
+            **({} if match.keep is None else {"drops": True, "lone_options": self.optioned is not None}),
         }
 
 

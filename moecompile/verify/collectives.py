@@ -21,7 +21,8 @@ from ..program import Level, OutputKind, Program
 from .report import fault
 
 aten = torch.ops.aten
-_SIZED = (ops.dispatch, ops.combine)  # ops that carry how many rows each rank sends
+_EXCHANGES = (ops.dispatch, ops.combine)
+_SIZED = (*_EXCHANGES, ops.all_gather_rows, ops.reduce_scatter_rows)  # ops that carry how many rows each rank sends
 _GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter)  # ops whose second argument is the group size
 
 
@@ -57,7 +58,7 @@ def check_collectives(program: Program) -> None:
 def check_exchanges(program: Program) -> None:
     """Rows that leave come back in the forward, and each layer reads its sizes on the host once."""
     reads: dict[Any, Node] = {}
-    for node in find(program.graph, ops.sizes_to_host):
+    for node in find(program.graph, ops.sizes_to_host, ops.gathered_sizes_to_host):
         other = reads.setdefault(node.args[0], node)
         if other is not node:
             raise fault(
@@ -126,7 +127,7 @@ def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
     """Equal for a backward collective and, taken ``opposite``, for the forward collective that it transposes."""
     target: Any = node.target
     target = TRANSPOSE[target] if opposite else target
-    if node.target in _SIZED:
+    if node.target in _EXCHANGES:
         send, recv = node.args[1:3]
         return target, axis_of(node), *((recv, send) if opposite else (send, recv))
     return target, axis_of(node)

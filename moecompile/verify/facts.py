@@ -92,9 +92,11 @@ def _experts_sharded(program: Program) -> None:
 
 def _tokens_dispatched(program: Program) -> None:
     """Experts read rows that were sent to them."""
-    if program.mesh.size("ep") == 1:
+    if program.mesh.size("ep") == program.mesh.size("etp") == 1:
         return
-    sent = {*find(program.graph, ops.dispatch, ops.permute_local), *find(program.graph, ops.sizes_to_host)}
+    parts = program.mesh.size("etp") > 1  # then rows are gathered, too
+    last = (ops.all_gather_rows, ops.gathered_sizes_to_host) if parts else (ops.dispatch, ops.sizes_to_host)
+    sent = set(find(program.graph, ops.permute_local, *last))
     for node in find(program.graph, *_LINEARS, *_WGRADS):
         rows = node.args[:2] if node.target in _WGRADS else node.args[:1]
         for source in rows:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from .. import meta, ops
 from ..graph import op_name
 from ..ops import cpu
+from ..pass_base import Fact
 from ..placement.types import Partial
 from ..program import Level, OutputKind, Program
 from .collectives import axis_of
@@ -25,14 +26,16 @@ def _words(text: str) -> frozenset[str]:
 
 
 # linear in their only tensor operand, or not dependent on its numbers at all
-_CONSTANTS = _words("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+_CONSTANTS = _words(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty uniform uniform_rows"
+)
 _UNARY = _CONSTANTS | _words(
     """
     view reshape _unsafe_view view_as reshape_as transpose permute t swapaxes movedim unsqueeze squeeze expand expand_as
     flatten unflatten slice select narrow split split_with_sizes chunk unbind getitem diagonal pad constant_pad_nd flip
     roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
     resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
-    _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter
+    _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_gather_rows
     """
 )
 _ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")
@@ -47,7 +50,7 @@ _LISTS = _words("cat concat stack hstack vstack")
 _WITH_BIAS = _words("linear addmm baddbmm index_add scatter_add")
 # counts of one rank's own rows are what these ops want
 _OWN_COUNTS = {
-    ops.exchange_counts, ops.sizes_to_host, ops.grouped_linear, ops.grouped_linear_wgrad, ops.grouped_sum,
+    ops.exchange_counts, ops.sizes_to_host, ops.gathered_sizes_to_host, ops.grouped_linear, ops.grouped_linear_wgrad, ops.grouped_sum,
     cpu.grouped_linear, cpu.grouped_linear_wgrad,
 }  # fmt: skip
 
@@ -59,11 +62,17 @@ def check_partial_values(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op == "call_function":
             for axis in {axis for source in node.all_input_nodes for axis in _partial_axes(source)}:
-                _check(node, axis)
+                if not (axis == "etp" and node.target is ops.unpermute and _is_halfway(program)):
+                    _check(node, axis)
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
         if isinstance(found, Node) and item.kind is OutputKind.USER:
             for axis in _partial_axes(found):
                 raise fault(found, f"is returned to the user while partial on {axis}; all_reduce it over {axis} first")
+
+
+def _is_halfway(program: Program) -> bool:
+    """Whether experts are cut and their rows not sent yet: results of parts of experts are summed on the way back."""
+    return Fact.EXPERTS_SHARDED in program.facts and Fact.TOKENS_DISPATCHED not in program.facts
 
 
 def _partial_axes(node: Node) -> list[str]:
@@ -71,7 +80,9 @@ def _partial_axes(node: Node) -> list[str]:
 
 
 def _check(node: Node, axis: str) -> None:
-    if node.target in (ops.all_reduce, ops.reduce_scatter) and axis_of(node) == axis:
+    if node.target in (ops.all_reduce, ops.reduce_scatter, ops.reduce_scatter_rows) and axis in axis_of(node).split(
+        "+"
+    ):
         if node.target is ops.all_reduce and node.args[1] != "sum":
             raise fault(node, f"takes the {node.args[1]} of a value that is partial on {axis}; reduce it with 'sum'")
         return

@@ -1,4 +1,4 @@
-"""Every folding of small worlds: attention on tp x cp x dp, experts on ep x edp over the same ranks, against one process in fp64.
+"""Every folding of small worlds: attention on tp x cp x dp, experts on etp x ep x edp over the same ranks, against one process.
 
 Loss, outputs, every gradient, the norm and the weights after three steps; copies are bitwise equal. The programs themselves are
 looked at, too: linears are cut where the plan says so, and nothing is gathered that the plan does not need.
@@ -31,16 +31,22 @@ CONFIG = Config("stacked", hidden=16, heads=4, inner=8, shared=True, aux=0.1, ro
 
 
 def foldings(world: int) -> list[Plan]:
-    """All (tp, cp, dp) x ep of a world whose ep divides the four experts, with and without sequence parallelism."""
+    """All (tp, cp, dp) x (etp, ep, edp) of a world whose ep divides the four experts, with and without sequence parallelism."""
     found = []
-    for tp, cp, ep, sequence in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (False, True)):
-        if world % (tp * cp) == 0 and world % ep == 0 and not (sequence and tp == 1):
-            found.append(Plan(dp=world // (tp * cp), tp=tp, cp=cp, ep=ep, sequence_parallel=sequence))
+    for tp, cp, ep, etp, sequence in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (False, True)):
+        if world % (tp * cp) == 0 and world % (ep * etp) == 0 and not (sequence and tp == 1):
+            found.append(Plan(dp=world // (tp * cp), tp=tp, cp=cp, ep=ep, etp=etp, sequence_parallel=sequence))
     return found
 
 
+def drawn(world: int, every: int) -> list[Plan]:
+    """The foldings with whole experts, and some of those whose experts are cut along their width."""
+    plans = foldings(world)
+    return [plan for plan in plans if plan.etp == 1] + [plan for plan in plans if plan.etp > 1][::every]
+
+
 def name_of(plan: Plan) -> str:
-    return f"dp{plan.dp}-cp{plan.cp}-tp{plan.tp}{'s' if plan.sequence_parallel else ''}-ep{plan.ep}"
+    return f"dp{plan.dp}-cp{plan.cp}-tp{plan.tp}{'s' if plan.sequence_parallel else ''}-ep{plan.ep}-etp{plan.etp}"
 
 
 def check(
@@ -58,17 +64,26 @@ def test_small_worlds(plan: Plan) -> None:
     assert program.gathers == []
     cut = {item.fqns[0] for item, placed in cut_over(program, "tp")}
     assert len(cut) == (10 if plan.tp > 1 else 0)  # a layer's: qkv and out, the shared expert's gate, up and down
+    for axis in ("ep", "etp"):
+        cut = {item.fqns[0] for item, placed in cut_over(program, axis)}
+        assert len(cut) == (4 if getattr(plan, axis) > 1 else 0)  # a layer's: w_in and w_out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", foldings(8), ids=name_of)
+@pytest.mark.parametrize("plan", drawn(8, 3), ids=name_of)
 def test_worlds_of_eight(plan: Plan) -> None:
     check(CONFIG, plan)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach"])
 @pytest.mark.parametrize(
-    "plan", [Plan(dp=2, tp=2, ep=4), Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)], ids=name_of
+    "plan",
+    [
+        Plan(dp=2, tp=2, ep=4),
+        Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True),
+        Plan(dp=2, tp=2, ep=2, etp=2),
+    ],
+    ids=name_of,
 )
 def test_optimizers(optimizer: str, plan: Plan) -> None:
     check(CONFIG, plan, optimizer=optimizer)
@@ -77,7 +92,13 @@ def test_optimizers(optimizer: str, plan: Plan) -> None:
 @pytest.mark.parametrize("style", ["loop", "ops", "dense"])
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=1, tp=2, ep=2), Plan(dp=1, cp=2, ep=2), Plan(dp=1, tp=2, ep=2, sequence_parallel=True)],
+    [
+        Plan(dp=1, tp=2, ep=2),
+        Plan(dp=1, cp=2, ep=2),
+        Plan(dp=1, tp=2, ep=2, sequence_parallel=True),
+        Plan(dp=2, etp=2),
+        Plan(dp=2, tp=2, ep=2, etp=2),
+    ],
     ids=name_of,
 )
 def test_styles(style: str, plan: Plan) -> None:
@@ -88,11 +109,19 @@ def test_styles(style: str, plan: Plan) -> None:
 def test_backends(backend: str) -> None:
     for sequence in (False, True):
         check(CONFIG, Plan(dp=2, tp=2, ep=4, sequence_parallel=sequence, dispatch=backend))  # type: ignore[arg-type]
+    for ep, etp in ((1, 2), (2, 2), (1, 4)):
+        check(CONFIG, Plan(dp=4, ep=ep, etp=etp, dispatch=backend))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=1, tp=2, ep=2), Plan(dp=1, cp=2, ep=2), Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True)],
+    [
+        Plan(dp=1, tp=2, ep=2),
+        Plan(dp=1, cp=2, ep=2),
+        Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
+        Plan(dp=2, etp=2),
+        Plan(dp=4, ep=2, etp=2),
+    ],
     ids=name_of,
 )
 def test_idle_experts_and_ranks_without_labels(plan: Plan) -> None:

@@ -28,7 +28,8 @@ BATCHES = [tokens(4, 8, seed, ignored=0.2) for seed in range(3)]
 TP, SP = Plan(dp=1, tp=2, ep=2), Plan(dp=1, tp=2, ep=2, sequence_parallel=True)
 CP, ALL = Plan(dp=1, cp=2, ep=2), Plan(dp=2, tp=2, ep=4)
 BOTH = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
-PLANS = {"tp": TP, "sp": SP, "cp": CP, "dp-tp": ALL, "cp-sp": BOTH}
+ETP, EXPERTS = Plan(dp=2, etp=2), Plan(dp=2, tp=2, ep=2, etp=2)
+PLANS = {"tp": TP, "sp": SP, "cp": CP, "dp-tp": ALL, "cp-sp": BOTH, "etp": ETP, "tp-etp": EXPERTS}
 
 
 def check(ranks: Ranks, job: Job) -> list[Part]:
@@ -45,8 +46,8 @@ def test_three_steps_and_both_ways_to_clip(ranks: Ranks, plan: Plan, stock: bool
     """case 04: the norm on every rank is the single process's."""
     parts = check(ranks, Job(CONFIG, plan, "adamw-foreach", clip=0.05, stock=stock))
     assert all(step.norm > 0.05 for part in parts for step in part.steps)
-    axes = {axis for axis, _ in parts[0].cuts.values()}
-    assert axes == ({"tp", "ep"} if plan.tp > 1 else {"ep"})
+    axes = {axis for found in parts[0].cuts.values() for axis, _ in found}
+    assert axes == {axis for axis in ("tp", "ep", "etp") if getattr(plan, axis) > 1}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-fused"])
@@ -76,7 +77,7 @@ def accumulate(rank: int, plan: Plan, way: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("way", ["plain loop", "no_sync"])
-@pytest.mark.parametrize("plan", [SP, CP, ALL], ids=["sp", "cp", "dp-tp"])
+@pytest.mark.parametrize("plan", [SP, CP, ALL, EXPERTS], ids=["sp", "cp", "dp-tp", "tp-etp"])
 def test_accumulated_gradients_are_those_of_the_plain_loop(ranks: Ranks, plan: Plan, way: str) -> None:
     model = build(SMALL)
     for batch in BATCHES[:2]:
@@ -103,11 +104,14 @@ def microbatched(rank: int, plan: Plan) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("plan", [SP, CP, ALL, BOTH], ids=["sp", "cp", "dp-tp", "cp-sp"])
+@pytest.mark.parametrize("plan", [SP, CP, ALL, BOTH, EXPERTS], ids=["sp", "cp", "dp-tp", "cp-sp", "tp-etp"])
 def test_microbatches(ranks: Ranks, plan: Plan) -> None:
     """Normalised by the valid tokens of the step, balance terms of each microbatch averaged; results put together again."""
     plan = Plan(
-        **{**{name: getattr(plan, name) for name in ("dp", "tp", "cp", "ep", "sequence_parallel")}, "microbatches": 2}
+        **{
+            **{name: getattr(plan, name) for name in ("dp", "tp", "cp", "ep", "etp", "sequence_parallel")},
+            "microbatches": 2,
+        }
     )
     model, batch, of = build(SMALL), BATCHES[0], plan.num_data_ranks
     parts = [

@@ -16,6 +16,8 @@ from moecompile.passes import PASSES
 from moecompile.plan import Plan
 from tests.support import hf_models
 from tests.support.models import VOCAB, Block, Config, build, tokens
+from tests.support.moe_styles import EXPERTS, WIDTH, Layer
+from tests.support.moe_wider_styles import DroppedLoop, SwitchCapacity
 from tests.support.parity import slice_for
 from tests.support.pool import Ranks, parallel
 
@@ -138,6 +140,54 @@ def test_a_model_without_balance_loss_reports_its_load_only() -> None:
     model(**BATCH).backward()
     (found,) = mc.metrics(model).values()
     assert found.aux is None and mc.metrics(model).aux is None and int(found.tokens_per_expert.sum()) == 80
+
+
+class NullAndCapacity(Layer):
+    """The last option is no expert, and each expert takes its first tokens only."""
+
+    limit = 3
+
+    def make(self) -> None:
+        super().make()
+        self.gate = nn.Linear(WIDTH, EXPERTS + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            t, k = t[: self.limit], k[: self.limit]
+            y = y.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return y
+
+
+class Summed(nn.Module):
+    def __init__(self, kind: type[Layer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = kind()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().sum()
+
+
+@pytest.mark.parametrize("kind", [DroppedLoop, SwitchCapacity, NullAndCapacity])
+def test_dropped_choices_are_counted_over_the_global_batch(kind: type[Layer]) -> None:
+    model, x = Summed(kind), torch.randn(24, WIDTH, dtype=torch.float64)
+    ids = model.layer.route(x)[1]
+    load = torch.bincount(ids.flatten(), minlength=EXPERTS)[:EXPERTS]
+    lost = int((load - load.clamp(max=kind.limit)).sum())  # type: ignore[attr-defined]
+    assert lost > 0
+    for ranks in (1, 2):
+        found = mc.simulate_ranks(model, Plan(dp=ranks, ep=ranks), [(part,) for part in x.chunk(ranks)])
+        assert [int(value) for name, value in found.metrics.items() if name.endswith(".dropped")] == [lost]
+        (served,) = [value for name, value in found.metrics.items() if name.endswith(".tokens_per_expert")]
+        assert served.tolist() == load.clamp(max=kind.limit).tolist()  # type: ignore[attr-defined]
+    alone = mc.parallelize(model, Plan(dp=1))
+    alone(x).backward()
+    (layer,) = mc.metrics(alone).values()
+    assert layer.dropped == lost and layer.tokens_per_expert.sum() == int((ids < EXPERTS).sum()) - lost
 
 
 def test_microbatches_are_averaged() -> None:

@@ -92,6 +92,7 @@ PLANS = {
     "pp2-dp2-ep2": Plan(dp=2, pp=2, ep=2, microbatches=4),
     "pp2-tp2": Plan(dp=1, pp=2, tp=2, microbatches=2),
     "pp2-sp2-ep2": Plan(dp=1, pp=2, tp=2, ep=2, microbatches=2, sequence_parallel=True),
+    "pp2-dp2-etp2": Plan(dp=2, pp=2, etp=2, microbatches=4),
     "pp2-cp2": Plan(dp=1, pp=2, cp=2, ep=2, microbatches=2),
 }
 

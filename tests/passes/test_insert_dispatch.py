@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moecompile import graph as graphs
 from moecompile import meta, ops
-from moecompile.errors import PassError
+from moecompile.errors import PassError, VerifyError
 from moecompile.passes.insert_dispatch import InsertDispatch
 from moecompile.plan import Plan
 from moecompile.program import InputKind, Program
+from moecompile.verify import verify_program
 from tests.support import golden
 
 BEFORE = "recognize-moe,shard-dense,shard-experts"
@@ -27,6 +29,32 @@ def test_golden_allgather(golden: golden.Golden) -> None:
 def test_golden_probs_before_the_second_linear(golden: golden.Golden) -> None:
     """The weights become rows that travel, and unpermute only adds up."""
     golden("probs_fc2", rewrite("insert-dispatch{probs=fc2}", model=small_weighted()))
+
+
+def test_golden_width(golden: golden.Golden) -> None:
+    """Rows of all ranks that hold parts of an expert; the results are summed on the way home."""
+    golden("width", rewrite("insert-dispatch", WIDE, Pair()))
+
+
+def test_golden_width_allgather(golden: golden.Golden) -> None:
+    golden("width_allgather", rewrite("insert-dispatch{backend=allgather}", WIDE, Pair()))
+
+
+WIDE = Plan(dp=4, ep=2, etp=2)
+
+
+class Pair(golden.Experts):
+    """Two linears, the choice of experts given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(golden.EXPERTS, golden.WIDTH, golden.WIDTH))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        rows, counts, row_map = ops.permute(x, ids.reshape(-1, 1), golden.EXPERTS)
+        rows = ops.grouped_linear(torch.relu(ops.grouped_linear(rows, counts, self.w)), counts, self.v)
+        out: Tensor = ops.unpermute(rows, row_map, x.shape[0], 1)
+        return out.sum()
 
 
 def small() -> nn.Module:
@@ -56,6 +84,35 @@ def assert_dispatched(program: Program) -> None:
 
 def test_effect() -> None:
     golden.assert_needs(InsertDispatch, lambda: assert_dispatched(rewrite("insert-dispatch").program))
+
+
+@pytest.mark.parametrize("plan", [WIDE, Plan(dp=2, etp=2)], ids=["ep-etp", "etp"])
+def test_effect_of_width(plan: Plan) -> None:
+    """Experts read the rows of all ranks of etp, and what leaves them is summed over etp, then sent home."""
+
+    def effect() -> None:
+        graph = rewrite("insert-dispatch", plan, Pair()).program.graph
+        (gather,), (scatter,) = graphs.find(graph, ops.all_gather_rows), graphs.find(graph, ops.reduce_scatter_rows)
+        for node in graphs.find(graph, ops.grouped_linear):
+            assert gather in graphs.ancestors(node) and node in graphs.ancestors(scatter)
+        away, home = graphs.find(graph, ops.dispatch), graphs.find(graph, ops.combine)
+        assert len(away) == len(home) == (1 if plan.ep > 1 else 0)
+        assert [gather.args[0]] == (away or [gather.args[0]]) and [item.args[0] for item in home] == [scatter] * len(
+            home
+        )
+        (unpermute,) = graphs.find(graph, ops.unpermute)
+        assert unpermute.args[0] is (home[0] if home else scatter)
+
+    golden.assert_needs(InsertDispatch, effect)
+
+
+def test_results_that_are_not_summed_over_etp_are_refused() -> None:
+    """The verifier follows the sum from the last linear to where it is taken."""
+    program = rewrite("insert-dispatch", Plan(dp=2, etp=2), Pair()).program
+    (scatter,) = graphs.find(program.graph, ops.reduce_scatter_rows)
+    scatter.target, scatter.args = torch.ops.aten.slice.Tensor, (scatter.args[0], 0, 0, scatter.args[2])
+    with pytest.raises(VerifyError, match="recorded as whole on etp, but its operand is partial"):
+        verify_program(program)
 
 
 def test_effect_of_allgather() -> None:

@@ -10,7 +10,7 @@ from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import PassError
 from moecompile.passes.shard_experts import ShardExperts
-from moecompile.placement.types import Shard
+from moecompile.placement.types import PARTIAL, Shard
 from moecompile.plan import Plan
 from moecompile.program import InputKind, Program
 from tests.support import golden
@@ -24,6 +24,42 @@ def rewrite(model: nn.Module | None = None, plan: Plan = golden.PLAN) -> golden.
 
 def test_golden(golden: golden.Golden) -> None:
     golden("stacked", rewrite())
+
+
+WIDE = Plan(dp=4, ep=2, etp=2)
+
+
+class Pair(golden.Experts):
+    """Two linears and a bias behind the second, the choice of experts given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(golden.EXPERTS, golden.WIDTH, golden.WIDTH))
+        self.b = nn.Parameter(torch.randn(golden.EXPERTS, golden.WIDTH))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        rows, counts, row_map = ops.permute(x, ids.reshape(-1, 1), golden.EXPERTS)
+        rows = ops.grouped_linear(torch.relu(ops.grouped_linear(rows, counts, self.w)), counts, self.v, self.b)
+        out: Tensor = ops.unpermute(rows, row_map, x.shape[0], 1)
+        return out.sum()
+
+
+def test_golden_width(golden: golden.Golden) -> None:
+    golden("width", rewrite(Pair(), WIDE))
+
+
+def test_effect_on_the_width() -> None:
+    def effect() -> None:
+        program = rewrite(Pair(), WIDE).program
+        placed = {item.fqns[0]: dict(item.placements) for item in program.inputs if item.kind is InputKind.PARAM}
+        assert placed["w"] == {"ep": Shard(0), "etp": Shard(1)} and placed["v"] == {"ep": Shard(0), "etp": Shard(2)}
+        assert placed["b"] == {"ep": Shard(0)}
+        first, last = graphs.find(program.graph, ops.grouped_linear)
+        assert meta.placements(first)["etp"] == Shard(1) and meta.placements(last)["etp"] == PARTIAL
+        for node, item in program.items():
+            assert item.kind is not InputKind.PARAM or meta.tensor(node).shape == item.local_shape(program.mesh)
+
+    golden.assert_needs(ShardExperts, effect)
 
 
 class Adapter(golden.Experts):

@@ -12,70 +12,43 @@ from torch import Tensor, nn
 
 from moecompile.compilation import Request, compile_call
 from moecompile.errors import MoeCompileError
-from moecompile.plan import Plan
+from tests.property.fuzz import PLAN, compare, outcome
 from tests.support import moe_parts as parts
+from tests.support import moe_recipes as recipes
 from tests.support.parity import LockStep, slice_for
 
-PLAN = Plan(dp=2, ep=2)
-TOLERANCE = 1e-9
 ANY = st.builds(
-    parts.Recipe,
-    st.sampled_from(parts.ROUTERS),
-    st.sampled_from(parts.EXPERT_KINDS),
-    st.sampled_from(parts.COMBINES),
+    recipes.Recipe,
+    st.sampled_from(recipes.ROUTERS),
+    st.sampled_from(recipes.EXPERT_KINDS),
+    st.sampled_from(recipes.COMBINES),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(recipes.OPTIONS),
 )
 
 
-def outcome(recipe: parts.Recipe, seed: int) -> str:
-    """``exact``, or the sentence that refuses the layer. AssertionError for anything in between."""
-    model, batch = parts.build(recipe, seed), parts.batch(recipe, seed)
-    try:
-        run = LockStep(model, PLAN, batch)
-    except MoeCompileError as error:
-        assert re.search(r"\.py:\d+", str(error)), f"{recipe}: refused without a line: {error}"
-        return str(error)
-    for batch_ in (batch, parts.batch(recipe, seed + 1)):
-        found = run.step(batch_)
-        run.reset()
-        model.zero_grad()
-        loss = model(**batch_)["loss"]
-        loss.backward()
-        compare(f"{recipe} loss", found.loss, loss.detach())
-        for name, param in model.named_parameters():
-            reference = torch.zeros_like(param) if param.grad is None else param.grad
-            compare(f"{recipe} gradient of {name}", found.grads[name], reference)
-    return "exact"
-
-
-def compare(name: str, found: Tensor, wanted: Tensor) -> None:
-    assert found.shape == wanted.shape and torch.isfinite(found).all() and torch.isfinite(wanted).all(), name
-    error = float((found - wanted).norm())
-    assert error <= TOLERANCE * max(float(wanted.norm()), 1e-6), f"{name}: {error:.3e} of {float(wanted.norm()):.3e}"
-
-
-def check(recipe: parts.Recipe, seed: int) -> None:
+def check(recipe: recipes.Recipe, seed: int) -> None:
     assert outcome(recipe, seed) == "exact"
 
 
 @settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(recipe=ANY, seed=st.integers(0, 99))
-def test_any_composition_is_exact(recipe: parts.Recipe, seed: int) -> None:
+def test_any_composition_is_exact(recipe: recipes.Recipe, seed: int) -> None:
     check(recipe, seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipe=ANY, seed=st.integers(0, 99))
-def test_many_compositions_are_exact(recipe: parts.Recipe, seed: int) -> None:
+def test_many_compositions_are_exact(recipe: recipes.Recipe, seed: int) -> None:
     check(recipe, seed)
 
 
 # ---- negative controls ---------------------------------------------------------------------------------------------------
 
 
-class _Spoilt(parts.Model):
+class _Spoilt(recipes.Model):
     """A recipe with a fault put in behind its experts or its router."""
 
     fault: str
@@ -115,22 +88,22 @@ GATHERED: list[parts.Combine] = [parts.where_loop, parts.sorted_split, parts.ove
 @pytest.mark.parametrize("combine", GATHERED, ids=lambda combine: combine.__name__)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_spoilt_layer_is_refused(fault: str, combine: parts.Combine) -> None:
-    recipe = parts.Recipe(parts.SoftmaxTopK, parts.GatedModules, combine)
+    recipe = recipes.Recipe(parts.SoftmaxTopK, parts.GatedModules, combine)
     torch.manual_seed(0)
     model: nn.Module = _Spoilt(recipe).double()
     model.fault = fault  # type: ignore[assignment]
     with pytest.raises(MoeCompileError, match=r"\.py:\d+"):
-        compile_call(model, Request((), slice_for(parts.batch(recipe, 0), PLAN, 0), PLAN))
+        compile_call(model, Request((), slice_for(recipes.batch(recipe, 0), PLAN, 0), PLAN))
 
 
 @pytest.mark.parametrize("fault", ["another's weight", "another's choice"])
 def test_a_layer_that_mixes_up_tokens_is_refused_or_exact(fault: str) -> None:
     """Rolling the decision over the batch is no routing of the token's own; where it is still run, it is run exactly."""
-    recipe = parts.Recipe(parts.SoftmaxTopK, parts.GatedModules, parts.where_loop)
+    recipe = recipes.Recipe(parts.SoftmaxTopK, parts.GatedModules, parts.where_loop)
     torch.manual_seed(0)
     model = _Spoilt(recipe).double()
     model.fault = fault
-    batch = parts.batch(recipe, 0)
+    batch = recipes.batch(recipe, 0)
     try:
         run = LockStep(model, PLAN, batch)
     except MoeCompileError as error:
@@ -148,10 +121,10 @@ def test_a_layer_that_mixes_up_tokens_is_refused_or_exact(fault: str) -> None:
 
 
 def test_the_check_notices_a_wrong_gradient() -> None:
-    recipe = parts.Recipe(parts.SoftmaxTopK, parts.GatedModules, parts.where_loop)
-    batch = parts.batch(recipe, 0)
-    run = LockStep(parts.build(recipe, 0), PLAN, batch)
-    model = parts.build(recipe, 1)
+    recipe = recipes.Recipe(parts.SoftmaxTopK, parts.GatedModules, parts.where_loop)
+    batch = recipes.batch(recipe, 0)
+    run = LockStep(recipes.build(recipe, 0), PLAN, batch)
+    model = recipes.build(recipe, 1)
     loss = model(**batch)["loss"]
     loss.backward()
     with pytest.raises(AssertionError, match=r"router\.gate\.weight"):

@@ -200,7 +200,34 @@ class GatheredWeights(Layer):
         return torch.einsum("tkoh,th,tk->to", self.w[ids], x, w)
 
 
+class RareGuard(Layer):
+    """Choices of small weight hand the token back: no score that softmax gives to evenly drawn logits is that small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            rows = torch.where(w[t, k, None] > 0.01, expert(x[t]), x[t])
+            y = y.index_add(0, t, rows * w[t, k, None])
+        return y
+
+
+class RareClamp(Layer):
+    """What a choice adds is clamped, far out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y = y.index_add(0, t, (expert(x[t]) * w[t, k, None]).clamp(-50, 50))
+        return y
+
+
 REFUSED: dict[type[Layer], str] = {
+    RareGuard: "does more than choose weights",
+    RareClamp: "applies a nonlinear function",
     SeesNeighbours: "does not treat each row for itself",
     CentersRows: "on probes",
     WeightInside: "nonlinear",

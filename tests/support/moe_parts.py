@@ -6,9 +6,7 @@ combine function sums ``weight * expert(token)`` over each token's choices.  Any
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -283,59 +281,3 @@ Combine = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 COMBINES: list[Combine] = [
     where_loop, masked_rows, hit_list, sorted_split, sorted_slices, over_choices, dense_sum, dense_einsum,
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a layer is made of. ``shared`` adds an expert that everybody uses, ``rows`` hands tokens in as a batch of rows."""
-
-    router: type[Router]
-    experts: type[Experts]
-    combine: Combine
-    shared: bool = False
-    rows: bool = False
-
-    def __str__(self) -> str:
-        extra = "+shared" * self.shared + "+rows" * self.rows
-        return f"{self.router.__name__}/{self.experts.__name__}/{self.combine.__name__}{extra}"
-
-
-def recipes() -> Iterator[Recipe]:
-    """All of them."""
-    flags = [False, True]
-    for parts in itertools.product(ROUTERS, EXPERT_KINDS, COMBINES, flags, flags):
-        yield Recipe(*parts)
-
-
-class Model(nn.Module):
-    """A layer by recipe between a norm and a loss whose labels do not come from the tokens."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), recipe.router(), recipe.experts()
-        self.shared = Gated() if recipe.shared else None
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.norm(x)
-        tokens = hidden.reshape(-1, WIDTH) if self.recipe.rows else hidden
-        w, ids = self.router(tokens)
-        out = self.recipe.combine(tokens, w, ids, self.experts)
-        if self.shared is not None:
-            out = out + self.shared(tokens)
-        return {"loss": (x + out.reshape(x.shape) - labels).square().mean()}
-
-
-def build(recipe: Recipe, seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model(recipe).double()
-
-
-def batch(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """Sixteen tokens, half of them alike, so that experts are crowded and idle."""
-    shape = (4, 4, WIDTH) if recipe.rows else (16, WIDTH)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
-    x[8:] = x[8] + 1e-3 * x[8:]
-    labels = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
-    return {"x": x.reshape(shape), "labels": labels.reshape(shape)}

@@ -186,6 +186,34 @@ class DroppedLoop(Layer):
         return y
 
 
+class DroppedBelowThreshold(DroppedLoop):
+    """The same behind a threshold that leaves few weights: what the limit drops then shows in few rows."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probs = self.gate(x).softmax(-1)
+        first = probs.argmax(-1)
+        second = probs.masked_fill(F.one_hot(first, EXPERTS).bool(), 0).argmax(-1)
+        ids = torch.stack([first, second], -1)
+        w = probs.gather(-1, ids)
+        return w * (w > 0.4), ids
+
+
+class RareThreshold(Layer):
+    """Choices of small weight are left out, with a threshold that scores seldom fall below."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        w, ids = (self.gate(x) * 8).softmax(-1).topk(self.top_k, -1)
+        return w, ids
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where((ids == e) & (w > 0.09))
+            y = y.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return y
+
+
 class SwitchCapacity(Layer):
     """The Switch form: tokens over capacity keep their value, all times the router's probability."""
 
@@ -257,6 +285,8 @@ WIDER: list[type[Layer]] = [
     MissingExpert,
     DroppedTokens,
     DroppedLoop,
+    DroppedBelowThreshold,
+    RareThreshold,
     SwitchCapacity,
     RenormalisedCapacity,
     PerChoice,

@@ -115,6 +115,26 @@ def check_sizes_of_both_sides(rank: int, world: int, axis: str) -> None:
         assert ops.set_size_checks(previous) is True
 
 
+def check_uneven_rows(rank: int, world: int, axis: str) -> None:
+    """Rank r has 2 r rows, so the first has none. Both ops are each other's adjoint."""
+    sizes = 2 * torch.arange(world)
+    own, total = int(sizes[rank]), int(sizes.sum())
+    mine = rand(own, 3, seed=30 + rank, grad=True)
+    every = [rand(int(size), 3, seed=30 + r) for r, size in enumerate(sizes)]
+    out = ops.all_gather_rows(mine, sizes, total, axis)
+    assert_same(out.detach(), torch.cat(every))
+    wide = rand(total, 3, seed=40 + rank, grad=True)
+    summed = torch.stack([rand(total, 3, seed=40 + r) for r in range(world)]).sum(0)
+    home = ops.reduce_scatter_rows(wide, sizes, own, axis)
+    assert_same(home.detach(), summed.split(sizes.tolist())[rank], 1e-15)
+    for value, made in ((mine, out), (wide, home)):
+        y = rand(*made.shape, seed=50 + rank)
+        (grad,) = torch.autograd.grad(made, value, y)
+        sides = torch.stack([(y * made.detach()).sum(), (grad * value.detach()).sum()])
+        sides = ops.all_reduce(sides, "sum", axis)
+        assert_same(sides[0], sides[1], 1e-13)
+
+
 def main(store: str, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     axis = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -127,6 +147,7 @@ def main(store: str, rank: int, world: int) -> None:
         "dtypes": lambda: check_bf16_and_vectors(rank, world, axis),
         "collectives": lambda: check_collectives(rank, world, axis),
         "sizes": lambda: check_sizes_of_both_sides(rank, world, axis),
+        "uneven-rows": lambda: check_uneven_rows(rank, world, axis),
     }
     for name, check in checks.items():
         check()

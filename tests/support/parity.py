@@ -8,7 +8,7 @@ whatever could hide a difference: NaN, inf, another shape or type, a reference t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -143,15 +143,28 @@ def _each(
 # ---- the plain model ---------------------------------------------------------------------------------------------------
 
 
-def plain(model: nn.Module, batches: Sequence[Batch], *, optimizer: str = "adamw", clip: float | None = None) -> Run:
-    """Train a copy of the model on whole batches, one step each. An idle parameter has a zero gradient, not None."""
+def plain(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    optimizer: str = "adamw",
+    clip: float | None = None,
+    without_grad: Collection[str] = (),
+) -> Run:
+    """Train a copy of the model on whole batches, one step each. An idle parameter has a zero gradient; a frozen one has none.
+
+    ``without_grad`` names parameters that the loss does not reach: ParityError where one of them gets a gradient.
+    """
     model = copy.deepcopy(model)
     stepper, run = OPTIMIZERS[optimizer](model.parameters()), Run()
     for batch in batches:
         out = model(**batch)
         out["loss"].backward()
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters():
+            if name in without_grad and param.grad is not None:
+                raise ParityError(f"{name}: has a gradient in the plain model, and none was expected.")
+            if param.requires_grad and name not in without_grad:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
         outputs = {name: value.detach() for name, value in out.items() if name != "loss"}
         run.steps.append(Step(out["loss"].detach(), outputs, grads, global_norm(grads)))
@@ -203,6 +216,21 @@ def assemble(
     if whole.shape != shape:
         raise ParityError(f"{name}: the parts make up {tuple(whole.shape)}, the whole is {tuple(shape)}.")
     return whole
+
+
+def join_parts(
+    name: str, parts: Sequence[Tensor], shape: torch.Size, mesh: Mesh, axis: str, placed: Shard
+) -> list[Tensor]:
+    """What each rank would hold were one cut, over ``axis``, undone; a rank that holds nothing goes on doing so."""
+    groups = [mesh.group_ranks(axis, rank) for rank in range(mesh.world_size)]
+    found = [
+        put_together([parts[rank] for rank in group], placed) if parts[group[0]].numel() else parts[group[0]]
+        for group in groups
+    ]
+    for part in found:
+        if part.numel() and part.shape != shape:
+            raise ParityError(f"{name}: the parts make up {tuple(part.shape)}, {tuple(shape)} was due.")
+    return found
 
 
 def _same(name: str, copies: Sequence[Tensor]) -> Tensor:
@@ -311,10 +339,14 @@ class LockStep:
         for item in self.program.inputs:
             if item.name not in per_rank[0] or item.kind is not InputKind.PARAM:
                 continue
-            cut = next(
-                ((axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)), ("ep", Shard(0))
-            )
-            whole = assemble(item.name, [held[item.name] for held in per_rank], torch.Size(item.shape), self.mesh, *cut)
+            cuts = [(axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)]
+            parts, shapes = [held[item.name] for held in per_rank], [list(item.shape)]
+            for axis, placed in cuts:
+                shapes.append(list(shapes[-1]))
+                shapes[-1][placed.dim] //= self.mesh.size(axis)
+            for (axis, placed), shape in reversed(list(zip(cuts[1:], shapes[1:], strict=False))):
+                parts = join_parts(item.name, parts, torch.Size(shape), self.mesh, axis, placed)
+            whole = assemble(item.name, parts, torch.Size(item.shape), self.mesh, *(cuts or [("ep", Shard(0))])[0])
             parts = whole.unbind(0) if item.stacked else [whole]
             found |= dict(zip(item.fqns, parts, strict=True))
         return found

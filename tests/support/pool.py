@@ -7,7 +7,7 @@ Everything a rank runs is at module level here, because it is sent by name. Part
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.runtime.launcher import RankPool
 from tests.support.models import Config, build
-from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, slice_for
+from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, join_parts, slice_for
 
 # A step of these models takes milliseconds and a capture seconds: whoever needs longer hangs.
 WATCHDOG_S = 90.0
@@ -68,7 +68,7 @@ class Part:
 
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    cuts: dict[str, tuple[str, Shard]] = field(default_factory=dict)
+    cuts: dict[str, tuple[tuple[str, Shard], ...]] = field(default_factory=dict)
 
 
 def train(rank: int, job: Job, batches: list[Batch]) -> Part:
@@ -97,10 +97,9 @@ def of_data_rank(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def cuts(model: Any) -> dict[str, tuple[str, Shard]]:
-    """How parameters are cut within a tensor, by axis; experts that are parameters of their own are not."""
-    found = model._state.weights.cuts.items()
-    return {name: (cut.axis, cut.placed) for name, cut in found if cut.owner is None}
+def cuts(model: Any) -> dict[str, tuple[tuple[str, Shard], ...]]:
+    """How parameters are cut within a tensor, by axis."""
+    return {name: cut.parts for name, cut in model._state.weights.cuts.items() if cut.parts}
 
 
 def _clip(model: Any, job: Job) -> Tensor:
@@ -163,11 +162,24 @@ def _whole(
     like: dict[str, Tensor],
     mesh: Mesh,
     what: str,
-    cut: dict[str, tuple[str, Shard]],
+    cuts: dict[str, tuple[tuple[str, Shard], ...]],
 ) -> dict[str, Tensor]:
     names = {frozenset(item) for item in held} | {frozenset(like)}
     assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
-    return {
-        name: assemble(f"{what}{name}", [item[name] for item in held], like[name].shape, mesh, *cut.get(name, ("ep",)))
-        for name in like
-    }
+    found = {}
+    for name, whole in like.items():
+        parts, placed = [item[name] for item in held], cuts.get(name, ())
+        owned = sum(1 for part in parts if not part.numel()) > 0
+        first = ("ep", Shard(0)) if owned or not placed else placed[0]
+        for at in range(len(placed) - 1, -1 if owned else 0, -1):
+            parts = join_parts(f"{what}{name}", parts, _shape(whole.shape, placed[:at], mesh), mesh, *placed[at])
+        found[name] = assemble(f"{what}{name}", parts, whole.shape, mesh, *first)
+    return found
+
+
+def _shape(shape: torch.Size, cuts: Sequence[tuple[str, Shard]], mesh: Mesh) -> torch.Size:
+    """What cuts leave of a shape."""
+    left = list(shape)
+    for axis, placed in cuts:
+        left[placed.dim] //= mesh.size(axis)
+    return torch.Size(left)

@@ -228,9 +228,82 @@ def counts_calls(self: Any, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
-@pytest.mark.parametrize("body", [prints, checkpointed, counts_calls], ids=lambda body: body.__name__)
+def counts_in_two_lines(self: Any, x: Tensor) -> Tensor:
+    before = getattr(self, "calls", 0)
+    self.calls = 1 + before
+    self.seconds = getattr(self, "seconds", 0.0) + 0.5
+    return self.linear(x)
+
+
+HARMLESS = [prints, checkpointed, counts_calls, counts_in_two_lines]
+
+
+@pytest.mark.parametrize("body", HARMLESS, ids=lambda body: body.__name__)
 def test_harmless_code_is_captured(body: Callable[[Any, Tensor], Any]) -> None:
     assert targets(capture_model(Model(body), (torch.ones(3, 4),), {})) == ["aten.linear.default"]
+
+
+def _called(self: Any) -> int:
+    before: int = getattr(self, "calls", 0)
+    self.calls = before + 1
+    return before
+
+
+def late_branch(self: Any, x: Tensor) -> Tensor:
+    """Nothing changes before the sixth call; the attribute is read as often as it is written."""
+    return self.linear(x) * 2 if _called(self) > 5 else self.linear(x)
+
+
+def late_difference(self: Any, x: Tensor) -> Tensor:
+    left = 5 - _called(self)
+    return self.linear(x) * 2 if left < 0 else self.linear(x)
+
+
+def every_tenth(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) if (_called(self) + 3) % 10 else x
+
+
+def by_table(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * {100: 2.0, 200: 3.0}.get(_called(self), 1.0)
+
+
+def by_membership(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) if _called(self) not in (100, 200) else x
+
+
+def cut_off(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * max(1, _called(self) - 50)
+
+
+def warm_up(self: Any, x: Tensor) -> Tensor:
+    self.passed = getattr(self, "passed", 0.0) + 0.25
+    return self.linear(x) if self.passed < 3 else x
+
+
+def behind_the_watch(self: Any, x: Tensor) -> Tensor:
+    """Not through an assignment that can be seen."""
+    vars(self)["calls"] = vars(self).get("calls", 0) + 1
+    return self.linear(x) if vars(self)["calls"] < 7 else x
+
+
+LATE = [late_branch, late_difference, every_tenth, by_table, by_membership, cut_off, warm_up, behind_the_watch]
+
+
+@pytest.mark.parametrize("body", LATE, ids=lambda body: body.__name__)
+def test_a_number_that_changes_and_is_used_is_refused(body: Callable[[Any, Tensor], Any]) -> None:
+    """Although the first calls all have the same graph."""
+    model = Model(body)
+    with pytest.raises(
+        CaptureError, match=r"test_capture_refusals.py:\d+: the forward changes attribute .*as an argument"
+    ):
+        capture_model(model, (torch.ones(3, 4),), {})
+    assert not hasattr(model.inner, "calls") and not hasattr(model.inner, "passed")
+
+
+def test_a_counter_that_only_counts_keeps_its_type() -> None:
+    model = Model(counts_in_two_lines)
+    capture_model(model, (torch.ones(3, 4),), {})
+    assert type(vars(model.inner).get("calls", 0)) is int and type(vars(model.inner).get("seconds", 0.0)) is float
 
 
 def test_a_refusal_leaves_attributes_as_they_were() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from moecompile.cli.main import main
 from moecompile.communication import communication
 from moecompile.compilation import Request, compile_call
@@ -24,6 +26,14 @@ def test_dispatch_sends_every_choice_once_a_direction() -> None:
     rows = ROWS * LENGTH * 2 * HIDDEN * BYTES // 2  # top-2, half of them to the other rank
     for direction in ("forward", "backward"):
         assert found["ep", direction, "dispatch"] == found["ep", direction, "combine"] == (1, rows)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_rows_go_to_all_ranks_that_hold_parts_of_their_expert(ep: int) -> None:
+    found = sent(Plan(dp=2 * ep, ep=ep, etp=2))
+    rows = ROWS * LENGTH * 2 * HIDDEN * BYTES  # top-2, all of them to the one other rank
+    for direction in ("forward", "backward"):
+        assert found["etp", direction, "all_gather_rows"] == found["etp", direction, "reduce_scatter_rows"] == (1, rows)
 
 
 def test_a_layer_under_tp_costs_one_all_reduce_each_way() -> None:

@@ -23,6 +23,7 @@ CHECKS = [
     "dtypes",
     "collectives",
     "sizes",
+    "uneven-rows",
 ]
 
 
@@ -68,6 +69,9 @@ def test_opcheck_on_one_rank(lone_rank: str) -> None:
     opcheck(ops.all_gather, (rows, 1, lone_rank))
     opcheck(ops.reduce_scatter, (rows, 1, lone_rank))
     opcheck(ops.sizes_to_host, (counts, counts[None]))
+    opcheck(ops.all_gather_rows, (rows, sizes, 5, lone_rank))
+    opcheck(ops.reduce_scatter_rows, (rows, sizes, 5, lone_rank))
+    opcheck(ops.gathered_sizes_to_host, (counts, counts[None], counts[None], 1))
 
 
 def test_no_op_returns_its_own_input(lone_rank: str) -> None:
@@ -78,6 +82,8 @@ def test_no_op_returns_its_own_input(lone_rank: str) -> None:
         ops.all_reduce(x, "sum", lone_rank),
         ops.all_gather(x, 1, lone_rank),
         ops.reduce_scatter(x, 1, lone_rank),
+        ops.all_gather_rows(x, sizes, 3, lone_rank),
+        ops.reduce_scatter_rows(x, sizes, 3, lone_rank),
     ):
         out.zero_()
     assert (x == 1).all()
@@ -96,6 +102,18 @@ def test_sizes_to_host() -> None:
     assert recv.tolist() == [3, 5] and received.sum() == 8
     with pytest.raises(ValueError, match="pass what exchange_counts returned"):
         ops.sizes_to_host(torch.tensor([1, 2]), received)
+
+
+def test_gathered_sizes_to_host() -> None:
+    """Two ranks of ep with two experts each, two of etp."""
+    received, gathered = torch.tensor([[1, 2], [0, 5]]), torch.tensor([[1, 2], [0, 5], [3, 0], [4, 4]])
+    send, recv, sizes, tokens = ops.gathered_sizes_to_host(torch.tensor([4, 0, 1, 2]), received, gathered, 2)
+    assert send.tolist() == [4, 3] and recv.tolist() == [3, 5] and sizes.tolist() == [8, 11]
+    assert tokens.tolist() == gathered.tolist()
+    tokens.zero_()
+    assert gathered.sum() == 19
+    with pytest.raises(ValueError, match="pass the all_gather of received"):
+        ops.gathered_sizes_to_host(torch.tensor([4, 0, 1, 2]), received, gathered[:3], 2)
 
 
 def test_axis_arguments_are_where_the_table_says() -> None:
@@ -124,6 +142,9 @@ def test_errors_say_what_to_do(lone_rank: str) -> None:
         (lambda: ops.dispatch(x, sizes, sizes, 4, lone_rank), "pass the sizes of this exchange"),
         (lambda: ops.dispatch(x, sizes.float(), sizes, 3, lone_rank), "convert it with"),
         (lambda: ops.combine(x, sizes[None], sizes, 3, lone_rank), "pass what sizes_to_host returned"),
+        (lambda: ops.all_gather_rows(x, sizes, 4, lone_rank), "gather the counts of this very routing first"),
+        (lambda: ops.reduce_scatter_rows(x, sizes - 1, 2, lone_rank), "gather the counts of this very routing first"),
+        (lambda: ops.all_gather_rows(x, sizes[None], 3, lone_rank), "pass what gathered_sizes_to_host returned"),
         (lambda: ops.combine(x, sizes.repeat(2), sizes, 3, lone_rank), "bind the program to the mesh"),
     ]
     for call, advice in cases:

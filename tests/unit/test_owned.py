@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from moecompile.owned import PartTensor, StripedTensor
+from moecompile.owned import Part, PartTensor, StripedTensor
 from moecompile.placement.types import Shard
 from moecompile.weights import part_of
 
@@ -18,7 +18,8 @@ RANKS = 2
 
 
 def striped(whole: Tensor, placed: Shard, index: int, ranks: int = RANKS) -> PartTensor:
-    return StripedTensor.of(part_of(whole, placed, ranks, index).clone(), whole.shape, placed, index, ranks, "a group")
+    local = part_of(whole, placed, ranks, index).clone()
+    return StripedTensor.of(local, whole.shape, [Part(placed, index, ranks, "a group")])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

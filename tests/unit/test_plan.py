@@ -255,7 +255,6 @@ def test_override_pattern_that_matches_nothing():
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"etp": 2}, "Plan(etp=2)"),
         ({"dispatch": "deepep"}, "Plan(dispatch='deepep')"),
         ({"deterministic": True}, "call torch.use_deterministic_algorithms(True) instead"),
     ],

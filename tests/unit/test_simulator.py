@@ -45,6 +45,22 @@ def test_each_collective_on_two_groups_of_an_axis() -> None:
     assert received[2][0].tolist() == [[20, 21], [30, 31]]
 
 
+def test_rows_are_gathered_and_their_sums_scattered() -> None:
+    """Each rank with a number of its own; a rank that says another number is named."""
+    build = Builder()
+    rows, sizes, parts, own = (build.input(name) for name in ("rows", "sizes", "parts", "own"))
+    every = build.call(ops.all_gather_rows, rows, sizes, 3, "ep")
+    graph = build.finish(every, build.call(ops.reduce_scatter_rows, parts, sizes, own, "ep"))
+    x, wide = [torch.arange(float(1 + rank % 2)) for rank in range(4)], torch.arange(3.0)
+    inputs = [[x[rank], torch.tensor([1, 2]), wide + rank, 1 + rank % 2] for rank in range(4)]
+    found = simulate(graph, inputs, FOUR)
+    assert [item[0].tolist() for item in found] == [[0.0, 0.0, 1.0]] * 4
+    assert [item[1].tolist() for item in found] == [[1.0], [3.0, 5.0], [5.0], [7.0, 9.0]]
+    inputs[1][1] = torch.tensor([2, 1])
+    with pytest.raises(VerifyError, match="gather the counts of this very routing first"):
+        simulate(graph, inputs, FOUR)
+
+
 def test_sums_are_taken_in_rank_order() -> None:
     x = [1e16, 1.0, -1e16, 1.0]
     outs = simulate(one_op(ops.all_reduce, "sum", "world"), [[torch.tensor(item).double()] for item in x], FOUR)
