@@ -100,7 +100,8 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     axes = ["", *sorted({cut.axes for cut in state.weights.cuts.values()})]
     found: dict[str, list[Tensor]] = {axis: [] for axis in axes}
     for name, grad in held:
-        found["" if (cut := state.weights.cut_of(name)) is None else cut.axes].append(grad)
+        if state.weights.counts(name):  # else another pipeline stage has the same
+            found["" if (cut := state.weights.cut_of(name)) is None else cut.axes].append(grad)
     parts = []
     for axis in axes:
         group = state.groups.group(axis) if axis and state.groups.size(axis) > 1 else None
@@ -109,8 +110,10 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     total = (
         torch.linalg.vector_norm(torch.stack([part.to(device) for part in parts]), norm_type)
         if parts
-        else torch.zeros(())
+        else like.new_zeros(())
     )
+    if state.plan.pp > 1:
+        total = grads.global_norm([total], norm_type, state.groups.group("pp"))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for _, grad in held:
         grad.mul_(scale.to(grad.dtype))

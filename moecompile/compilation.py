@@ -95,8 +95,13 @@ def compile_call(
         _compare(model, captured, request)
     learns = torch.is_grad_enabled() and any(item.requires_grad for item in captured.inputs)
     step = learns and captured.loss_index is not None
+    if learns and not step and request.plan.pp > 1:
+        raise CaptureError(
+            f"the call returns no loss, and the stages of pp={request.plan.pp} run forward and backward in one call; let the model return "
+            "its loss, pass loss_fn to parallelize, or call it under torch.no_grad()."
+        )
     passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
-    if not synced:
+    if not synced or request.plan.pp > 1:  # stages add up their microbatches first
         passes = tuple(item for item in passes if Fact.GRADS_SYNCED not in item.provides)
     if learns and not step:
         passes = tuple(item for item in passes if Fact.LOWERED not in item.provides)  # backends' ops have no gradient

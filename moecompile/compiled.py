@@ -63,7 +63,7 @@ class CompiledCall:
     def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
         self.mesh: Mesh = program.mesh
-        self.executor = Executor(program, groups)
+        self.executor = self._bind()
         self.results = Results(groups)
         self.parts = program.plan.microbatches if self._has_loss() else 1
         self.metrics: dict[
@@ -75,19 +75,25 @@ class CompiledCall:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
-        runs = [self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
-        outputs = (
-            runs[0]
-            if len(runs) == 1
-            else [
-                self._join(item, found)
-                for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)
-            ]
-        )
+        outputs = self._run_all(leaves)
         self._keep_metrics(outputs)
         return self._rebuild(outputs, before_hand_out)
 
+    def _bind(self) -> Executor | None:
+        """What runs the whole program; None where its stages run one by one."""
+        return Executor(self.program, self.groups)
+
+    def _run_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The program's outputs over all microbatches of a call."""
+        runs = [self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
+        if len(runs) == 1:
+            return runs[0]
+        return [
+            self._join(item, found) for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)
+        ]
+
     def _run(self, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Sequence[Any]:
+        assert self.executor is not None
         if not self.differentiable:
             return self.executor([self._value(item, leaves, scales) for item in self.program.inputs])
         shared = self._shared_weights()
@@ -236,6 +242,8 @@ class CompiledCall:
                 _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
                 values[item.leaf] = self._attach(outputs, value, before_hand_out)
+            elif item.kind is OutputKind.USER and value is None:
+                continue  # computed on another pipeline stage
             elif item.kind is OutputKind.USER:
                 if program.level is Level.STEP:
                     value = value_only(value, [found.param for found in self.trained[:1]])

@@ -28,12 +28,19 @@ class CutGrad(Tensor):
     """A gradient of which this rank holds a part; ``norm`` reduces over the ranks that hold the others."""
 
     _group: dist.ProcessGroup | None
+    _counts: bool
 
     @classmethod
-    def of(cls, grad: Tensor, group: dist.ProcessGroup | None) -> CutGrad:
+    def of(cls, grad: Tensor, group: dist.ProcessGroup | None, *, counts: bool = True) -> CutGrad:
+        """``counts=False``: another rank of the group holds the same and counts it."""
         made: CutGrad = grad.as_subclass(cls)
-        made._group = group
+        made._group, made._counts = group, counts
         return made
+
+    def global_norm(self, order: float) -> Tensor:
+        """The norm over the parts of all ranks."""
+        own = self.as_subclass(Tensor)
+        return global_norm([own if self._counts else own.new_empty(0)], order, self._group)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +48,7 @@ class CutGrad(Tensor):
         if func in _NORMS and isinstance(args[0], CutGrad):
             order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
             if kwargs.get("dim") is None and len(args) < 3:
-                return global_norm([args[0]], _order(order), args[0]._group)
+                return args[0].global_norm(_order(order))
             raise RuntimeError(
                 f"the gradient is one rank's part of a parameter, and {func.__name__} along a dim would see that part only; use "
                 f"moecompile.clip_grad_norm_(model, max_norm) or moecompile.full_grads(model)."
@@ -49,9 +56,7 @@ class CutGrad(Tensor):
         if func is foreach_norm:
             order = _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
             return [
-                global_norm([item], order, item._group)
-                if isinstance(item, CutGrad)
-                else torch.linalg.vector_norm(item, order)
+                item.global_norm(order) if isinstance(item, CutGrad) else torch.linalg.vector_norm(item, order)
                 for item in args[0]
             ]
         with without_torch_function():
@@ -78,11 +83,11 @@ def global_norm(parts: Iterable[Tensor], order: float, group: dist.ProcessGroup 
     return found if math.isinf(order) else found.pow(1.0 / order)
 
 
-def mark(param: nn.Parameter, group: dist.ProcessGroup | None) -> Any:
+def mark(param: nn.Parameter, group: dist.ProcessGroup | None, *, counts: bool = True) -> Any:
     """Make every gradient that accumulates into ``param`` a CutGrad. Returns the hook's handle."""
 
     def convert(leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, CutGrad):
-            leaf.grad = CutGrad.of(leaf.grad, group)
+            leaf.grad = CutGrad.of(leaf.grad, group, counts=counts)
 
     return param.register_post_accumulate_grad_hook(convert)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ _ITEMS = "moe_item_placements"
 _DIRECTION = "moe_direction"
 _TWIN = "moe_twin"
 _DIFFERENTIATED = "moe_differentiated"
+_STAGE = "moe_stage"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 
@@ -109,6 +110,16 @@ def is_differentiated(node: Node) -> bool:
 
 def mark_differentiated(node: Node) -> None:
     node.meta[_DIFFERENTIATED] = True
+
+
+def stage(node: Node) -> int | None:
+    """The pipeline stage that computes a node; None in a program without stages."""
+    return cast("int | None", node.meta.get(_STAGE))
+
+
+def set_stage(node: Node, found: int | None) -> None:
+    if found is not None:
+        node.meta[_STAGE] = found
 
 
 def module_path(node: Node) -> str:

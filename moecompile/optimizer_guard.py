@@ -65,13 +65,14 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
     cut = {}
     for state in _states:
         for name, param in state.weights.model.named_parameters():
-            if state.weights.cut_of(name) is not None:
+            if state.weights.spread_axis(name):
                 cut[id(param)] = (state, name)
     for group in opt.param_groups:
         held = [(param, *cut[id(param)]) for param in group["params"] if id(param) in cut]
-        if held:
-            _, state, name = held[0]
-            _check_kind(opt, group, held[0][0], state, name)
+        parts = [item for item in held if item[1].weights.cut_of(item[2]) is not None]
+        if parts:
+            param, state, name = parts[0]
+            _check_kind(opt, group, param, state, name)
         for param, state, name in held:
             _check_state(opt, param, state, name)
     _looked_at[opt] = seen

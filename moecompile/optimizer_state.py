@@ -45,7 +45,7 @@ def save_optimizer(state: State, opt: Optimizer) -> dict[str, Any]:
 
 def _spread(state: State, name: str, param: nn.Parameter, key: str, value: Any) -> Any:
     """Moments take the global shape, step counts and settings stay."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or state.weights.cut_of(name) is None:
+    if not isinstance(value, Tensor) or value.dim() == 0 or not state.weights.spread_axis(name):
         return value
     if value.shape != param.shape:
         raise ValueError(
@@ -139,7 +139,7 @@ def cut_loaded(state: State) -> None:
     for opt in state.loaded:
         for param, held in opt.state.items():
             name = names.get(id(param))
-            if name is not None and state.weights.cut_of(name) is not None:
+            if name is not None and state.weights.spread_axis(name):
                 cut_entries(state, name, param, held)
 
 

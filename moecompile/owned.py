@@ -230,6 +230,43 @@ class StripedTensor(PartTensor):
         return _cut(whole, self._place[0])
 
 
+class StagedTensor(PartTensor):
+    """What the pipeline stages that read a weight have of it; absent on the others.
+
+    ``inner`` says how they have it: ``()`` whole, else whether this rank has any of it, and its place as an OwnedTensor
+    (parts, owner, group) or a StripedTensor (parts).
+    """
+
+    @classmethod
+    def of(
+        cls, local: Tensor | None, shape: Sequence[int], like: Tensor, place: tuple[int, bool, tuple[Any, ...], str]
+    ) -> PartTensor:
+        """``place``: the first pipeline rank that holds it, whether this one does, how it is held there, the group of the stages."""
+        inner = place[2]
+        return cls.made(None if inner and not inner[0] else local, shape, like, place)
+
+    def _as_inner(self) -> PartTensor:
+        """The same part for the ranks of one stage."""
+        _, _, inner, group = self._place
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        place = inner[1] if inner else ((), 0, group)
+        kind = StripedTensor if len(place) == 1 else OwnedTensor
+        return kind.made(self._local, self.shape, like, place)
+
+    def full_tensor(self) -> Tensor:
+        """A plain copy of the whole, on every rank of all stages; collective."""
+        owner, here, inner, group = self._place
+        found = self._as_inner().full_tensor() if inner and here else self._local
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return OwnedTensor.of(found, self.shape, like, owner, group).full_tensor()
+
+    def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        return [] if self._local is None else self._as_inner()._chunks()
+
+    def _part_of(self, whole: Tensor) -> Tensor | None:
+        return None if self._local is None else self._as_inner()._part_of(whole)
+
+
 _COPIES = {
     aten.detach.default,
     aten.clone.default,

@@ -26,6 +26,8 @@ from .plan import Plan
 from .program import Program
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
+from .staged import StagedCall
+from .stages import holders
 from .state import State, fill_meta, save_pretrained
 from .verify.order import agreement
 from .weights import Weights
@@ -181,7 +183,7 @@ class ParallelModel(nn.Module):
     def _data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         """This rank's data rank, and a digest of its CPU tensors where other ranks have to pass the same ones."""
         plan, rank = self._state.plan, self._state.groups.rank
-        if plan.num_data_ranks == plan.world_size // plan.pp:
+        if plan.num_data_ranks == plan.world_size:
             return plan.data_rank(rank), 0
         leaves, _ = tree_flatten((args, kwargs))
         found = hashlib.blake2b(digest_size=8)
@@ -209,22 +211,24 @@ class ParallelModel(nn.Module):
         assert program is not None
         state.balance.learn(program)
         state.weights.cut(program.inputs)
+        state.weights.hold(holders(program))
         if meta_init.on_meta(self.plain):
             meta_init.materialize(self.plain, state.weights.shapes, state.layout.keep(args, kwargs), state.init_fn)
         state.weights.restack()
         cut_loaded(state.layout)
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
-        return CompiledCall(program, state.groups, state.weights, synced=state.sync)
+        kind = CompiledCall if program.layout is None else StagedCall
+        return kind(program, state.groups, state.weights, synced=state.sync)
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
-        for name, cut in state.weights.cuts.items():
-            if name not in state.marked:
-                param = self.plain.get_parameter(name) if name in dict(self.plain.named_parameters()) else None
-                if param is not None:
-                    group = state.groups.group(cut.axes) if state.groups.size(cut.axes) > 1 else None
-                    state.marked[name] = grads.mark(param, group) if param.requires_grad else None
+        for name, param in self.plain.named_parameters():
+            axis = state.weights.spread_axis(name)
+            if axis and name not in state.marked:
+                group = state.groups.group(axis) if state.groups.size(axis) > 1 else None
+                counts = state.weights.counts(name)
+                state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeGuard
 
+from moecompile import layout as layouts
 from moecompile.errors import PlanError
 from moecompile.plan_fields import FrozenMap, to_toml
 
@@ -195,10 +196,7 @@ class Plan:
     def check_supported(self) -> None:
         """PlanError, in one sentence, for a legal plan that this release cannot run."""
         if self.pp > 1:
-            raise _unsupported("pp", self.pp, "plans of dp x cp x tp x ep x etp only; use pp=1")
-        for name in ("schedule", "layout"):
-            if getattr(self, name) is not None:
-                raise _unsupported(name, getattr(self, name), f"no pipeline stages; leave {name} out")
+            layouts.check_plan(self.pp, self.layout, self.schedule, self.microbatches)
         if self.dispatch not in ("alltoall", "allgather"):
             raise _unsupported("dispatch", self.dispatch, "the backends 'alltoall' and 'allgather'; use one of them")
         for name in ("balance_scope", "capacity_scope"):

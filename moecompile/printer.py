@@ -140,12 +140,18 @@ def _placed_text(node: Node) -> str:
     return placement_text(meta.placements(node)) if meta.has_placements(node) else ""
 
 
+def _stage_text(node: Node) -> str:
+    found = meta.stage(node)
+    return "" if found is None else f"stage {found}"
+
+
 def comment(node: Node, *, sources: bool = False) -> str:
-    """Type, recorded placement, bytes moved and module, two spaces apart; ``sources`` adds ``at file:line``."""
+    """Type, recorded placement, bytes moved, pipeline stage and module, two spaces apart; ``sources`` adds ``at file:line``."""
     parts = [
         type_text(node.meta.get("val")),
         _placed_text(node),
         moved_bytes(node),
+        _stage_text(node),
         meta.module_path(node),
         f"at {meta.source(node)}" if sources and meta.source(node) else "",
     ]
@@ -172,7 +178,8 @@ def graph_text(program: Printable, *, sources: bool = False) -> str:
     for node, item in program.items():
         placed = placement_text(dict(item.placements))
         label = item.name if item.name != node.name else ""
-        described = "  ".join(filter(None, (f"{item.kind.value} {type_text(node.meta.get('val'))}", placed, label)))
+        kind = f"{item.kind.value} {type_text(node.meta.get('val'))}"
+        described = "  ".join(filter(None, (kind, placed, _stage_text(node), label)))
         lines.append(f"    {node.name},  # {described}")
     lines.append("):")
     direction = meta.Direction.FORWARD

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .compat import TreeSpec
+from .layout import Layout
 from .mesh import Mesh
 from .placement.gather import Gather
 from .placement.types import Placement, Shard
@@ -37,6 +38,7 @@ class InputKind(enum.Enum):
     OFFSET = "offset"  # this rank's index on an axis, times a stride: 0-d int64, differs between ranks
     SEED = "seed"  # random seed of the call, equal on all ranks: 0-d int64
     SCALE = "scale"  # a number the runtime supplies per call, such as the step's valid tokens
+    RELAYED = "relayed"  # a value of another graph of the pipeline, or of this stage's forward
     TANGENT = "tangent"  # gradient of a user output, in a separate backward graph
 
 
@@ -126,6 +128,7 @@ class HistoryEntry:
 class Program:
     """A graph whose placeholders line up with ``inputs`` and whose output tuple lines up with ``outputs``.
 
+    ``layout`` says which layers stand on which pipeline stage; None without stages.
     ``gathers`` lists the lines of the user's code that run whole on every rank because no rule could place them,
     ``unrouted`` what looks like an MoE layer and runs data-parallel, with the reason.
     """
@@ -146,6 +149,7 @@ class Program:
     unrouted: list[dict[str, Any]] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     pipeline: str = ""
+    layout: Layout | None = None
 
     @property
     def graph(self) -> torch.fx.Graph:

@@ -50,6 +50,10 @@ def simulate_ranks(
     plan = plan.resolve(len(batches))
     if plan.microbatches != 1:
         raise PlanError("simulate_ranks runs one microbatch; call it once per microbatch with microbatches=1.")
+    if plan.pp != 1:
+        raise PlanError(
+            f"simulate_ranks runs one pipeline stage, but {plan} has pp={plan.pp}; use pp=1 here, or real ranks."
+        )
     calls = [split_call(batch) for batch in batches]
     if program is None:
         args, kwargs = calls[0]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .compat import all_gather_single, tree_flatten
 from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
-from .owned import OwnedTensor, Part, PartTensor, StripedTensor
+from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor
 from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
@@ -47,6 +47,8 @@ class State:
         A weight that is not cut stays a plain tensor, one that is cut in blocks over one axis becomes a DTensor, one that is cut in
         stripes or over several axes a StripedTensor, an expert of its own an OwnedTensor.
         """
+        if name in self.weights.stages:
+            return self._staged(name, local.detach())
         cut = self.weights.cut_of(name)
         if cut is None:
             return local
@@ -60,6 +62,20 @@ class State:
         stride = torch.empty(cut.shape, device="meta").stride()
         placements = self._placements(cut)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(cut.shape), stride=stride)
+
+    def _staged(self, name: str, local: Tensor) -> Tensor:
+        """A weight that some pipeline stages hold, whole or in parts."""
+        place = self._stage_place(name)
+        return StagedTensor.of(local if place[1] else None, self.weights.global_shape(name), local, place)
+
+    def _stage_place(self, name: str) -> tuple[int, bool, tuple[Any, ...], str]:
+        """The first pipeline rank that holds a weight, whether this one does, how it is held there, and the group."""
+        cut, inner = self.weights.cut_of(name), tuple[Any, ...]()
+        if cut is not None and cut.owner is not None:
+            inner = (self.weights.is_local(cut), (self._parts(cut), cut.owner, self.groups.group_name(cut.axis)))
+        elif cut is not None:
+            inner = (True, (self._parts(cut),))
+        return self.weights.stages[name][0], self.weights.holds(name), inner, self.groups.group_name("pp")
 
     def spread_all(self, found: MutableMapping[str, Any], prefix: str = "") -> None:
         """Replace the cut tensors of a plain ``state_dict`` by ones of global shape, in place."""
@@ -114,12 +130,19 @@ class State:
                 f"the state of '{name}' has shape {list(value.shape)}, but the plain model's is {list(shape)}; pass the whole tensor "
                 "(as in the plain model's own state_dict), or a tensor of that global shape."
             )
+        if isinstance(value, StagedTensor) and name in self.weights.stages:
+            if value.placed_as(*self._stage_place(name)):
+                held = value.to_local()
+                return torch.empty(0, dtype=value.dtype, device=value.device) if held is None else held
+            return self.take(name, whole(value))
         cut = self.weights.cut_of(name)
         local = self._as_held(value, cut)
         return local if local is not None else self.take(name, whole(value))
 
     def take(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole plain tensor."""
+        if not self.weights.holds(name):
+            return value.new_empty(0)
         cut = self.weights.cut_of(name)
         if cut is None:
             return value
@@ -164,7 +187,7 @@ class State:
             if first in done:
                 continue
             stack = self.weights.stack_of(name)
-            if stack is not None and all(member in parts for member in stack):
+            if stack is not None and name not in self.weights.stages and all(member in parts for member in stack):
                 done.update(self._gather_stack(stack, parts))
             else:
                 done[first] = whole(self.spread(name, parts[name].detach().as_subclass(Tensor)))

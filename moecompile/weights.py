@@ -6,7 +6,7 @@ own become views into one stacked tensor, which is what the graph reads; an expe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class Weights:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.cuts: dict[str, Cut] = {}
         self.shapes = {name: tuple(item.shape) for name, item in _named(model)}
+        self.stages: dict[str, tuple[int, ...]] = {}  # which indices on pp hold a parameter; all where it is not named
         self._stacks: dict[tuple[str, ...], Tensor] = {}
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(item), name) for name, item in _named(model)}
@@ -75,9 +76,43 @@ class Weights:
                 elif placed and item.fqns[0] not in self.cuts:
                     self._slice(item.fqns[0], placed)
 
+    def hold(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Empty every parameter that only other pipeline stages read; call behind ``cut``."""
+        for name, ranks in found.items():
+            before = self.stages.get(name)
+            if before is not None and not set(ranks) <= set(before):
+                raise CaptureError(
+                    f"'{name}' lies on pipeline ranks {before}, but this call reads it on {ranks}; write the layout so that both calls of "
+                    "the model read it on the same stages."
+                )
+            if before is None:
+                first = self._first.get(name, name)
+                self.stages.update({alias: ranks for alias, own in self._first.items() if own == first})
+        with torch.no_grad():
+            for name in found:
+                tensor = find(self.model, name)
+                if not self.holds(name) and tensor.numel():
+                    tensor.data = tensor.data.new_empty(0)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank's pipeline stages read a weight."""
+        held = self.stages.get(name)
+        return held is None or self.mesh.axis_index("pp", self.rank) in held
+
+    def counts(self, name: str) -> bool:
+        """Whether a sum over pipeline ranks takes this rank's copy: the first holder's."""
+        held = self.stages.get(name)
+        return held is None or self.mesh.axis_index("pp", self.rank) == held[0]
+
+    def spread_axis(self, name: str) -> str:
+        """The axes over which the parts of a weight lie, stages among them; '' for one that every rank has whole."""
+        cut = self.cuts.get(name)
+        axes = [*(["pp"] if name in self.stages else []), *(cut.axes.split("+") if cut else [])]
+        return joined(axes) if axes else ""
+
     def value(self, item: Input) -> Tensor:
         """The local tensor of an input."""
-        if not item.stacked:
+        if not item.stacked or not self.holds(item.fqns[0]):
             return find(self.model, item.fqns[0]).detach()
         stack = self._stacks[item.fqns]
         if not self._is_intact(item.fqns, stack):
@@ -174,7 +209,7 @@ class Weights:
         """Make up the stacks again whose parameters have been moved or converted."""
         with torch.no_grad():
             for names, stack in list(self._stacks.items()):
-                if not self._is_intact(names, stack):
+                if self.holds(names[0]) and not self._is_intact(names, stack):
                     self._restack(names)
 
     def _is_intact(self, names: tuple[str, ...], stack: Tensor) -> bool:

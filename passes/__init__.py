@@ -22,6 +22,7 @@ from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .shard_linears import ShardLinears
 from .shard_sequence import ShardSequence
+from .split_stages import SplitStages
 from .sync_grads import SyncGrads
 from .sync_loss import SyncLoss
 
@@ -39,6 +40,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     FuseSwiglu,
     FuseRmsNorm,
     FuseRotary,
+    SplitStages,
     Differentiate,
     SyncLoss,
     SyncGrads,
@@ -50,5 +52,5 @@ PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
     "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-sequence,shard-linears,shard-experts,insert-dispatch,"
-    "fuse-swiglu,fuse-rms-norm,fuse-rotary,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
+    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
 )

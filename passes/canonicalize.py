@@ -98,7 +98,8 @@ def _earlier(node: Node, seen: dict[Any, Node]) -> Node | None:
     if not _is_pure(node):
         return None
     try:
-        first = seen.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs), meta.direction(node)), node)
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), meta.direction(node), meta.stage(node))
+        first = seen.setdefault(key, node)
     except TypeError:  # an argument that cannot be a key
         return None
     return None if first is node else first

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from .. import graph as graphs
 from .. import meta
+from ..errors import PassError
 
 
 @dataclass
@@ -33,6 +34,11 @@ class Segment:
     def layer(self) -> str | None:
         """Module path of the layer that the segment is, None between layers."""
         return meta.layer(self.nodes[0])
+
+    @property
+    def stage(self) -> int | None:
+        """Pipeline stage of all its nodes, None without stages."""
+        return meta.stage(self.nodes[0])
 
     def leaks_symbols(self) -> bool:
         """Whether a run-time size leaves the segment."""
@@ -80,12 +86,15 @@ def _size_text(size: Any, symbols: dict[str, str]) -> str:
 
 
 def split_segments(graph: Graph, *, layered: bool = True) -> list[Segment]:
-    """Segments in graph order; together they hold every call once. No run-time size crosses a border."""
+    """Segments in graph order, none over two pipeline stages; together they hold every call once.
+
+    No run-time size crosses a border; PassError where one would have to.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     runs: list[list[Node]] = []
     current: object = None
     for node in nodes:
-        found = meta.layer(node) if layered else "all"
+        found = (meta.stage(node), meta.layer(node) if layered else "all")
         if not runs or found != current:
             runs.append([])
             current = found
@@ -94,6 +103,11 @@ def split_segments(graph: Graph, *, layered: bool = True) -> list[Segment]:
     for run in runs:
         segment = Segment(run)
         while segments and segments[-1].leaks_symbols():
+            if segments[-1].stage != segment.stage:
+                raise PassError(
+                    f"a size that is known at run time only leaves pipeline stage {segments[-1].stage} at "
+                    f"{meta.where(segments[-1].outputs[0])}; put the layers that share it on one stage."
+                )
             segment = Segment(segments.pop().nodes + segment.nodes)
         segments.append(segment)
     return segments

@@ -47,6 +47,9 @@ class Stitcher:
         while len(parts) > 1:
             added = graphs.call(self.graph, aten.add.Tensor, parts[0], parts[1], like=parts[0], mode=self.mode)
             meta.set_direction(added, meta.Direction.BACKWARD)
+            meta.set_stage(
+                added, meta.stage(parts[1])
+            )  # readers come in reverse: the later stage sends to the earlier one
             parts[:2] = [added]
         return parts[0]
 
@@ -77,7 +80,7 @@ class Stitcher:
 
     # -- copying -----------------------------------------------------------------------------------------------------
     def _copy_forward(self, segment: Segment, template: Template) -> _Instance:
-        local = _Instance(self.graph, self.mode, {}, template.layer, segment.layer)
+        local = _Instance(self.graph, self.mode, {}, template.layer, segment.layer, segment.stage)
         for slot, node in zip(template.inputs, segment.inputs, strict=True):
             local.env[slot] = self.env[node]
         local.copy(template.forward)
@@ -96,6 +99,7 @@ class Stitcher:
         seed = self.graph.create_node("call_function", aten.ones.default, ([],), options, name="ones")
         seed.meta["val"] = one
         meta.set_direction(seed, meta.Direction.BACKWARD)
+        meta.set_stage(seed, meta.stage(loss))
         self.grads[loss] = [seed]
 
     def _copy_backward(self, segment: Segment, template: Template, local: _Instance) -> None:
@@ -122,9 +126,15 @@ class _Instance:
     """One copy of a template, with unbacked sizes of its own."""
 
     def __init__(
-        self, graph: Graph, mode: FakeTensorMode, env: dict[Node, Node], template_layer: str | None, layer: str | None
+        self,
+        graph: Graph,
+        mode: FakeTensorMode,
+        env: dict[Node, Node],
+        template_layer: str | None,
+        layer: str | None,
+        stage: int | None,
     ) -> None:
-        self.graph, self.mode, self.env = graph, mode, env
+        self.graph, self.mode, self.env, self.stage = graph, mode, env, stage
         self.template_layer, self.layer = template_layer, layer
         self._symbols: dict[Any, torch.SymInt] = {}
         self._names: dict[str, str] = {}
@@ -133,6 +143,7 @@ class _Instance:
         for node in nodes:
             made = self.graph.node_copy(node, self.env.__getitem__)
             made.meta = meta.copy_meta(node)
+            meta.set_stage(made, self.stage)
             self._names[node.name] = made.name
             twin = meta.twin(node)
             if twin is not None and twin in self._names:

@@ -20,6 +20,7 @@ from moecompile.passes import PASSES
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.program import InputKind, Level, OutputKind, Program
+from moecompile.stages import holders
 from tests.support.models import Config, build, tokens
 from tests.support.parity import slice_for
 
@@ -30,6 +31,7 @@ BATCH = tokens(16, 3, 0)
 # what a data rank's batch is cut further for: passes that have nothing to do under the plan above
 INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
 INNER_BATCH = tokens(2, 8, 0)
+STAGED = Plan(dp=1, pp=2, microbatches=2)
 
 
 def calls(program: Program, *targets: object) -> list[Node]:
@@ -119,6 +121,15 @@ def tokens_dispatched(program: Program) -> None:
         assert any(source.target is ops.dispatch for source in graphs.ancestors(node))
 
 
+def stages_split(program: Program) -> None:
+    """Every call has one of two stages, and so has every weight."""
+    found = {meta.stage(node) for node in program.graph.nodes if node.op == "call_function"}
+    assert found == {0, 1} and program.layout is not None and str(program.layout) == "Et|tL"
+    held = {name: ranks for name, ranks in holders(program).items() if ".0." in name or ".1." in name}
+    assert {ranks for name, ranks in held.items() if "layers.0." in name} == {(0,)}
+    assert {ranks for name, ranks in held.items() if "layers.1." in name} == {(1,)}
+
+
 def differentiated(program: Program) -> None:
     assert program.level is Level.STEP
     trained = {item.name for item in program.inputs if item.requires_grad}
@@ -187,6 +198,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "fuse-swiglu": activations_fused,
     "fuse-rms-norm": norms_fused,
     "fuse-rotary": rotary_fused,
+    "split-stages": stages_split,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
     "sync-grads": gradients_summed,
@@ -207,10 +219,11 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """Two pipelines in which each pass first runs with an empty body and then for real."""
-    inner = {"shard-sequence", "shard-linears"}
-    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner}
+    inner, staged = {"shard-sequence", "shard-linears"}, {"split-stages"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged}
     narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
-    return wide | narrow
+    deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
+    return wide | narrow | deep
 
 
 def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:

@@ -17,9 +17,9 @@ PACKAGE = "moecompile"
 
 ROW = {
     **dict.fromkeys(["errors", "compat"], 0),
-    **dict.fromkeys(["plan_fields", "plan", "mesh", "cost"], 1),
+    **dict.fromkeys(["plan_fields", "layout", "timeline", "published", "plan", "mesh", "cost"], 1),
     **dict.fromkeys(["ops", "meta"], 2),
-    **dict.fromkeys(["graph", "printer", "placement", "tracing", "program"], 3),
+    **dict.fromkeys(["graph", "printer", "placement", "tracing", "program", "stages"], 3),
     "pass_base": 4,
     **dict.fromkeys(["verify", "capture", "recognition"], 5),
     "pipeline": 6,
@@ -27,7 +27,7 @@ ROW = {
 }
 TOP_ROW = 8
 
-NO_TORCH = {"errors", "plan_fields", "plan", "mesh", "cost"}
+NO_TORCH = {"errors", "plan_fields", "layout", "timeline", "published", "plan", "mesh", "cost"}
 OPTIONAL = {"transformers", "peft", "accelerate", "transformer_engine", "deep_ep", "triton"}
 # Documented in torch's reference under a private-looking name.
 PUBLIC_ALL_THE_SAME = {"torch._check"}

@@ -1,0 +1,109 @@
+"""A compiled call whose program is spread over pipeline stages: the same inputs and outputs, another way to run the microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Node
+
+from . import meta
+from .compiled import CompiledCall, Trained
+from .program import Input, OutputKind, Program
+from .reduction import reduce_flat
+from .runtime.executor import Executor
+from .runtime.process_groups import ProcessGroups, axis_of
+from .runtime.stage_runner import GraphStage, Pipeline
+from .stages import cut_stages
+from .weights import Weights
+
+
+class StagedCall(CompiledCall):
+    """Runs this rank's stages by the plan's schedule; outputs of other stages are None, their gradients and metrics zero shares."""
+
+    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
+        stages = cut_stages(program)
+        mine, pp = program.mesh.axis_index("pp", groups.rank), groups.size("pp")
+        own = [stage for stage in stages if stage.index % pp == mine]
+        self._places = {place for stage in own for place in stage.outputs}
+        super().__init__(program, groups, weights, synced=synced)
+        self.parts = program.plan.microbatches
+        device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
+        trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
+        held = [GraphStage(stage, len(stages), groups, device) for stage in own]
+        self.pipeline = Pipeline(held, groups, program.plan.schedule or "1f1b", self.parts, trains)
+
+    def _bind(self) -> Executor | None:
+        """Every rank makes the groups of all stages, in one order."""
+        for node in self.program.graph.nodes:
+            axis = axis_of(node)
+            if axis is not None and self.groups.size(axis) > 1:
+                self.groups.group(axis)
+        return None
+
+    def _gradients(self) -> dict[tuple[str, ...], list[int]]:
+        """The outputs that are gradients of each parameter, one for each stage that reads it."""
+        inputs, found = {item.name: item for item in self.program.inputs}, dict[tuple[str, ...], list[int]]()
+        for place, item in enumerate(self.program.outputs):
+            if item.kind is OutputKind.GRAD:
+                found.setdefault(inputs[item.name].fqns, []).append(place)
+        return found
+
+    def _find_trained(self) -> list[Trained]:
+        """One gradient a parameter; an empty one where another stage has the parameter."""
+        held = {places[0]: any(place in self._places for place in places) for places in self._gradients().values()}
+        found = [item for item in super()._find_trained() if item.output in held]
+        return [item if held[item.output] else replace(item, place=-1) for item in found]
+
+    def _run_all(self, leaves: Sequence[Any]) -> list[Any]:
+        parts = [(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
+        found: dict[int, list[Any]] = {place: [None] * self.parts for place in self._places}
+        totals: dict[int, Tensor] = {}
+
+        def feed(at: int, item: Input) -> Any:
+            return self._value(item, *parts[at])
+
+        def collect(at: int, place: int, value: Any) -> None:
+            if self.program.outputs[place].kind is OutputKind.USER:
+                found[place][at] = value
+            elif place in totals:
+                totals[place] += value
+            else:
+                totals[place] = value.clone()
+
+        self.pipeline.run(feed, collect)
+        outputs: list[Any] = []
+        for place, (node, item) in enumerate(zip(self.program.output_nodes(), self.program.outputs, strict=True)):
+            if item.kind is OutputKind.USER:
+                values = found.get(place)
+                outputs.append(None if values is None else values[0] if self.parts == 1 else self._join(item, values))
+            else:
+                outputs.append(totals.get(place, self._zeros(node)))
+        self._finish(outputs)
+        return outputs
+
+    def _zeros(self, node: Any) -> Any:
+        value = meta.tensor(node) if isinstance(node, Node) else None
+        return None if value is None else torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+    def _finish(self, outputs: list[Any]) -> None:
+        """The loss to all stages, gradients of tied parameters over them, then all gradients once over their axes."""
+        group = self.groups.group("pp")
+        for place, item in enumerate(self.program.outputs):
+            if item.kind is OutputKind.LOSS:
+                dist.all_reduce(outputs[place], group=group)
+        axes = {item.output: item.axis for item in self.trained}
+        reduced = []
+        for places in self._gradients().values():
+            if len(places) > 1:
+                total = torch.stack([outputs[place] for place in places]).sum(0)
+                dist.all_reduce(total, group=group)
+                outputs[places[0]] = total
+            if any(place in self._places for place in places):
+                reduced.append((axes[places[0]], outputs[places[0]]))
+        if self.synced:
+            reduce_flat(reduced, self.groups)

@@ -1,0 +1,168 @@
+"""Say on which pipeline stage each node is computed.
+
+Before:  one graph
+After:   the same graph, every node with its stage; a parameter that several stages read is one input on each of them
+
+Layers are the items of the model's longest list of modules, or of the list that ``layers`` names. What stands before them is on the
+stage of the embedding, what reads the last of them on the stage of the loss. No node moves: `moecompile.stages` takes the
+graph apart, after ``differentiate``. Does nothing when pp == 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from moecompile import graph as graphs
+from moecompile import layout as layouts
+from moecompile import meta
+from moecompile.errors import PassError
+from moecompile.layout import Layout
+from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.placement.types import PARTIAL
+from moecompile.program import InputKind, OutputKind, Program
+
+NUM_VALID = "num_valid"  # counted from labels, on every stage alike
+_ITEM = re.compile(r"^(?P<list>.+)\.(?P<index>\d+)$")
+
+
+@dataclass(frozen=True)
+class SplitStages(Pass):
+    """Give every node a pipeline stage; ``layers`` is the path of the list whose items are the layers, such as ``model.blocks``."""
+
+    layers: str = ""
+
+    name: ClassVar[str] = "split-stages"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED})
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+
+    def run(self, graph: GraphModule, ctx: PassContext) -> int:
+        if ctx.plan.pp == 1 or ctx.program.layout is not None:
+            return 0
+        found = self._find_layers(graph)
+        number = max(found.values()) + 1
+        ctx.program.layout = layout = _layout(ctx, found, number)
+        stages = layout.layer_stages()
+        _tag(ctx.program, {node: stages[at] for node, at in found.items()}, found, number, len(layout.stages) - 1)
+        _check_order(graph)
+        _split_parameters(ctx.program)
+        program = ctx.program
+        program.outputs[:] = [
+            replace(item, placements=(*item.placements, ("pp", PARTIAL)))
+            if item.kind is OutputKind.METRIC and item.what != NUM_VALID
+            else item
+            for item in program.outputs
+        ]
+        return sum(node.op == "call_function" for node in graph.graph.nodes)
+
+    def _find_layers(self, graph: GraphModule) -> dict[Node, int]:
+        """The place in the order of layers of every node inside of one."""
+        items: dict[Node, tuple[str, int]] = {}
+        for node in graph.graph.nodes:
+            for path in meta.module_paths(node):
+                match = _ITEM.match(path)
+                if match and (not self.layers or match["list"] == self.layers):
+                    items[node] = (match["list"], int(match["index"]))
+                    break
+        sizes = Counter(name for name, _ in set(items.values()))
+        if not sizes:
+            named = (
+                f"the list '{self.layers}' has no item that the graph runs"
+                if self.layers
+                else "no list of modules runs in it"
+            )
+            raise PassError(
+                f"split-stages: the layers of the model cannot be found: {named}; keep them in an nn.ModuleList, or name the list with "
+                "Plan(passes='...,split-stages{layers=model.blocks},...')."
+            )
+        chosen = sizes.most_common(1)[0][0]
+        places = sorted({index for name, index in items.values() if name == chosen})
+        return {node: places.index(index) for node, (name, index) in items.items() if name == chosen}
+
+
+def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:
+    """The plan's layout for a model of so many layers."""
+    pp, text = ctx.plan.pp, ctx.plan.layout
+    if text is None or text == layouts.EVEN:
+        return layouts.even(number, pp)
+    if text == layouts.BALANCED:
+        costs = [0.0] * number
+        rest = {
+            node: float(meta.tensor(node).numel()) for node, item in ctx.program.items() if item.kind is InputKind.PARAM
+        }
+        outside, ahead = [0.0, 0.0], [graphs.ancestors(*(node for node, at in found.items() if at == 0))]
+        for node, size in rest.items():
+            readers = [found[user] for user in node.users if user in found]
+            if readers:
+                costs[readers[0]] += size
+            else:
+                outside[not any(node in before for before in ahead)] += size
+        return layouts.balanced(costs, pp, *outside)
+    layout = layouts.parse(text)
+    layouts.check(layout, pp, number)
+    return layout
+
+
+def _tag(program: Program, fixed: dict[Node, int], found: dict[Node, int], number: int, last: int) -> None:
+    """Give each call its stage: that of its layer, else by what it reads and who reads it."""
+    trained: set[Node] = {node for node, item in program.items() if item.kind is InputKind.PARAM}
+    batch: set[Node] = {node for node, item in program.items() if item.kind is InputKind.BATCH}
+    behind = {node for node, at in found.items() if at == number - 1}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = node.all_input_nodes
+        for group in (trained, batch, behind):
+            if any(source in group for source in sources):
+                group.add(node)
+        if node in fixed:
+            meta.set_stage(node, fixed[node])
+        elif node in behind and node in trained:
+            meta.set_stage(node, last)
+        elif node in batch or node not in trained:
+            meta.set_stage(node, max((meta.stage(source) or 0 for source in sources), default=0))
+    for node in reversed(program.graph.nodes):  # made of weights alone: where it is read first
+        if node.op == "call_function" and meta.stage(node) is None:
+            readers = [stage for user in node.users if (stage := meta.stage(user)) is not None]
+            meta.set_stage(node, min(readers, default=last))
+
+
+def _check_order(graph: GraphModule) -> None:
+    for node in graph.graph.nodes:
+        for source in node.all_input_nodes if node.op == "call_function" else ():
+            here, there = meta.stage(node), meta.stage(source)
+            if here is not None and there is not None and there > here:
+                raise PassError(
+                    f"split-stages: {meta.where(node)} on stage {here} reads {meta.where(source)} of the later stage {there}, so "
+                    "the layers do not run in the order of their list; name another list with split-stages{layers=...}, or order the list."
+                )
+
+
+def _split_parameters(program: Program) -> None:
+    """One input per stage that reads a parameter, so that each stage has a gradient of its own for it."""
+    graph = program.graph
+    last = program.placeholders()[-1]
+    for node, item in list(program.items()):
+        if item.kind is not InputKind.PARAM:
+            continue
+        readers: dict[int, list[Node]] = {}
+        for user in node.users:
+            stage = meta.stage(user)
+            if stage is not None:
+                readers.setdefault(stage, []).append(user)
+        for at, stage in enumerate(sorted(readers)):
+            if at == 0:
+                meta.set_stage(node, stage)
+                continue
+            with graph.inserting_after(last):
+                copy = graph.placeholder(f"{node.name}_stage{stage}")
+            copy.meta = meta.copy_meta(node)
+            meta.set_stage(copy, stage)
+            for user in readers[stage]:
+                user.replace_input_with(node, copy)
+            program.inputs.append(replace(item, name=copy.name))
+            last = copy

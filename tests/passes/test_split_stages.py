@@ -1,0 +1,162 @@
+"""split-stages: which stage computes what, which stage holds which weight, and what travels."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moecompile as mc
+from moecompile import meta
+from moecompile.compilation import Request, as_program, capture
+from moecompile.errors import PassError, PlanError
+from moecompile.plan import Plan
+from moecompile.printer import graph_text
+from moecompile.program import OutputKind, Program
+from moecompile.stages import Stage, cut_stages, holders
+from tests.support import golden
+from tests.support import golden as golden_support
+from tests.support.models import Config, build, tokens
+
+CONFIG = Config("ops", layers=4, shared=True, tied=True, rotary=True, aux=0.1)
+PLAN = Plan(dp=1, pp=2, microbatches=2)
+BEFORE = "recognize-moe,shard-dense"
+BATCH = tokens(4, 8, 0, ignored=0.2)
+
+
+class Tied(nn.Module):
+    """Two layers between a table that looks ids up and the same table as head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = 1 + ids.unsqueeze(-1)  # from the batch alone: computed on both stages
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x) * scale
+        out: Tensor = (x @ self.table.weight.t()).sum()
+        return out
+
+
+def test_golden(golden: golden.Golden) -> None:
+    torch.manual_seed(0)
+    request = Request((torch.randint(0, 4, (4,)),), {}, PLAN)
+    model = Tied().double()
+    found = golden_support.run(as_program(capture(model, request), request), BEFORE)
+    before = graph_text(found)
+    golden(
+        "tied",
+        golden_support.Rewrite(golden_support.run(found, "split-stages"), "split-stages", before, graph_text(found)),
+    )
+
+
+def program(config: Config = CONFIG, plan: Plan = PLAN) -> Program:
+    return mc.trace(build(config), plan, BATCH)
+
+
+def stages(config: Config = CONFIG, plan: Plan = PLAN) -> list[Stage]:
+    return cut_stages(program(config, plan))
+
+
+def test_each_stage_holds_its_layers_and_the_tied_weight_lies_on_both() -> None:
+    held = holders(program())
+    for name, _ in build(CONFIG).named_parameters():
+        if "layers." in name:
+            assert held[name] == (int(name.split("layers.")[1][0]) // 2,)
+    assert [name for name, ranks in held.items() if ranks == (0, 1)] == ["embed.weight"]
+
+
+def test_only_the_residual_stream_and_what_depends_on_weights_travels() -> None:
+    """Position embeddings and masks are computed where they are read; the balance loss of the first layers goes to the loss."""
+    first, last = stages()
+    assert first.sent == last.received and first.received_grads == last.sent_grads
+    shapes = sorted(item.shape for item in first.sent)
+    assert shapes[-1] == (2, 8, CONFIG.hidden) and all(len(shape) == 0 or shape == shapes[-1] for shape in shapes)
+    assert len(last.sent_grads) == len(first.sent)
+    assert first.received == last.sent == first.sent_grads == last.received_grads == ()
+
+
+def test_every_call_is_on_one_stage_and_every_output_comes_from_one() -> None:
+    whole = program()
+    parts = cut_stages(whole)
+    for place, item in enumerate(whole.outputs):
+        if item.kind is not OutputKind.USER and item.what != "num_valid":
+            assert sum(place in stage.outputs for stage in parts) == 1, item
+    made = [name for stage in parts for half in (stage.forward, stage.backward) if half for name in half.returns]
+    assert len(made) == len(set(made))
+
+
+def test_a_value_for_the_end_passes_through_stages_that_do_not_read_it() -> None:
+    """The balance term of the first layer is added up before the loss, three stages on; a gradient comes back for it."""
+    parts = stages(plan=Plan(dp=1, pp=4, microbatches=4))
+    assert all(stage.backward is not None for stage in parts)
+    assert [bool(stage.received) for stage in parts] == [False, True, True, True]
+    for before, after in itertools.pairwise(parts):
+        assert before.sent == after.received and before.received_grads == after.sent_grads
+
+
+def test_nothing_changes_without_stages() -> None:
+    plan = Plan(dp=1, microbatches=2)
+    found = program(plan=plan)
+    assert found.layout is None and not holders(found)
+    assert not [node for node in found.graph.nodes if meta.stage(node) is not None]
+    (entry,) = (entry for entry in found.history if entry.pass_text == "split-stages")
+    assert entry.rewrites == 0 and entry.diff == ""
+    with pytest.raises(PassError, match="no pipeline stages"):
+        cut_stages(found)
+
+
+def test_balanced_by_parameters() -> None:
+    config = replace(CONFIG, tied=False, layers=4)
+    found = program(config, replace(PLAN, layout="balanced")).layout
+    assert found is not None and found.num_layers == 4
+
+
+class Bare(nn.Module):
+    """Layers that are attributes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(self.one(x)).sum()
+        return out
+
+
+class Backwards(nn.Module):
+    """Layers that do not run in the order of their list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[0](self.layers[1](x)).sum()
+        return out
+
+
+def test_layers_that_cannot_be_found_say_how_to_name_them() -> None:
+    with pytest.raises(PassError, match=r"split-stages\{layers=model.blocks\}"):
+        mc.trace(Bare(), PLAN, (torch.randn(4, 4),))
+
+
+def test_layers_out_of_order() -> None:
+    with pytest.raises(PassError, match="later stage 1"):
+        mc.trace(Backwards(), PLAN, (torch.randn(4, 4),))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(PlanError, match="cannot be split evenly over 8"):
+        program(plan=Plan(dp=1, pp=8, microbatches=8, schedule="gpipe"))
+
+
+def test_a_layout_for_another_number_of_layers() -> None:
+    with pytest.raises(PlanError, match=r"2 decoder layers \(t\) for a model of 4"):
+        program(plan=replace(PLAN, layout="Et|tL"))
