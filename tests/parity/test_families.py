@@ -13,7 +13,8 @@ from tests.support.parity import ParityError, Run, Step
 
 pytest.importorskip("transformers")
 
-QUICK = ["cohere2_moe", "dbrx", "deepseek_v2"]  # one without an experts interface, one with a dense layer and shared experts
+# one without an experts interface, one with a dense layer and shared experts
+QUICK = ["cohere2_moe", "dbrx", "deepseek_v2"]
 NONE = ["doge"]  # product keys: tokens look rows up, and there is nothing to cut
 
 
