@@ -88,7 +88,7 @@ def main() -> int:
             with args.log.open("a") as log:
                 log.write(json.dumps(done[family]) + "\n")
     if args.write and not failed:
-        table = "\n".join([*HEAD, *(line(done[family]) for family in args.families)])
+        table = "\n".join([*HEAD, *(line(done[family]) for family in FAMILIES if family in done)])
         text = DOCUMENT.read_text()
         DOCUMENT.write_text(
             re.sub(r"(<!-- families -->\n).*?(\n<!-- end of families -->)", rf"\1{table}\2", text, flags=re.S)
