@@ -24,3 +24,11 @@ def ranks() -> Iterator[Ranks]:
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Compares a rewrite with its golden text."""
     return Golden(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(scope="module")
+def proving() -> Iterator[None]:
+    """The verifier proves where every value lives, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECOMPILE_PROVE", "1")
+        yield

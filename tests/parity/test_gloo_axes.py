@@ -273,7 +273,7 @@ def returned(rank: int, plan: Plan) -> dict[str, Any]:
     return found
 
 
-CUTS = {"tp": {}, "sp": {"tp": 1}, "cp": {"cp": 1}, "dp-tp": {}, "cp-sp": {"cp": 1, "tp": 1}}
+CUTS = {"tp": {}, "sp": {"tp": 1}, "cp": {"cp": 1}, "dp-tp": {}, "cp-sp": {"cp": 1, "tp": 1}, "etp": {}, "tp-etp": {}}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -212,9 +212,9 @@ def test_faults_are_raised_on_every_rank(ranks: Ranks, case: Callable[[int], str
     assert all(advice in message for message in messages), messages
 
 
-def test_unsupported_plans_are_refused_in_one_sentence() -> None:
+def test_a_pipeline_of_one_microbatch_is_refused_in_one_sentence() -> None:
     for plan in (Plan(dp=1, pp=2), Plan(dp=2, pp=2, etp=2)):
-        with pytest.raises(mc.PlanError, match=r"use pp=1"):
+        with pytest.raises(mc.PlanError, match=r"use microbatches=2 or more, or schedule='gpipe'\.$"):
             mc.trace(build(CONFIG), plan, _mine(0))
 
 

@@ -360,7 +360,7 @@ CUT: dict[type[Layered], set[str]] = {
     Tied: set(),
     ReadElsewhere: set(),
     GateUp: {"a", "b"},
-    Interleaved: set(),
+    Interleaved: {"a", "b"},
     FusedGrouped: set(),
     Grouped: {"q", "k", "v", "o"},
     OneKeyHead: {"q", "o"},

@@ -26,6 +26,7 @@ from tests.support.mutants import Mutant, compensating, mutants, mutated
 from tests.support.parity import LockStep, Run, compare, plain, slice_for
 
 CONFIG = Config("ops", layers=1, hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
+pytestmark = pytest.mark.usefixtures("proving")
 SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
 
 
