@@ -26,6 +26,15 @@ def find(graph: Graph | GraphModule, *targets: Any) -> list[Node]:
     return [node for node in nodes if node.op == "call_function" and node.target in wanted]
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its schema, defaults filled in."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = index < len(node.args) and not argument.kwarg_only
+        found[argument.name] = node.args[index] if given else node.kwargs.get(argument.name, argument.default_value)
+    return found
+
+
 def mode_of(graph: Graph) -> FakeTensorMode:
     """The fake mode of the graph's values."""
     for node in graph.nodes:

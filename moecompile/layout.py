@@ -123,21 +123,17 @@ def check(layout: Layout, pp: int, num_layers: int | None = None, num_mtp: int =
         )
     _check_ends(layout)
     _check_mtp(layout, pp)
-    if num_layers is not None and layout.num_layers != num_layers:
-        last = max((at for at, stage in enumerate(stages) if "t" in stage), default=0)
+    if num_layers is not None:
+        _check_count(layout, "t", layout.num_layers, num_layers, "decoder layer")
+        _check_count(layout, "m", layout.num_mtp, num_mtp, "mtp layer")
+
+
+def _check_count(layout: Layout, letter: str, found: int, needed: int, what: str) -> None:
+    """PlanError at the last stage that has ``letter`` where the layout has another number of them than the model."""
+    if found != needed:
+        last = max((at for at, stage in enumerate(layout.stages) if letter in stage), default=0)
         raise _stage_error(
-            layout,
-            last,
-            f"{layout.num_layers} decoder layers (t) for a model of {num_layers}",
-            "write one t a layer",
-        )
-    if num_layers is not None and layout.num_mtp != num_mtp:
-        last = max((at for at, stage in enumerate(stages) if "m" in stage), default=0)
-        raise _stage_error(
-            layout,
-            last,
-            f"{layout.num_mtp} mtp layers (m) for a model of {num_mtp}",
-            "write one m an mtp layer",
+            layout, last, f"{found} {what}s ({letter}) for a model of {needed}", f"write {needed} times {letter}"
         )
 
 

@@ -9,20 +9,12 @@ from typing import Any, Protocol
 from torch.fx import Node
 
 from .. import meta
+from ..graph import arguments
 from .types import REPLICATE, Partial, Placement, Shard
 
 
 class NoRuleError(Exception):
     """A rule cannot place this call; the text says why and what would help."""
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call by the names of its schema, defaults filled in."""
-    found: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = index < len(node.args) and not argument.kwarg_only
-        found[argument.name] = node.args[index] if given else node.kwargs.get(argument.name, argument.default_value)
-    return found
 
 
 def changed(node: Node, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

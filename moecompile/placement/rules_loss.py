@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, arguments, changed
+from ..graph import arguments
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, changed
 from .types import PARTIAL, REPLICATE, Partial, Shard
 
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta
-from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, arguments, follow
+from ..graph import arguments
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, follow
 from .types import REPLICATE, Partial, Placement, Shard
 
 aten = torch.ops.aten

@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk, arguments
+from ..graph import arguments
+from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk
 from .rules_elementwise import keeps_sum
 from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta, ops
-from .call import Call, Decision, Emitter, Rule, Walk, arguments
+from ..graph import arguments
+from .call import Call, Decision, Emitter, Rule, Walk
 from .rules_reduce import along, reduced_dims
 from .types import Shard
 

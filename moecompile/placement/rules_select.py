@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from .. import meta
-from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, arguments, changed, follow
+from ..graph import arguments
+from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, changed, follow
 from .types import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 aten = torch.ops.aten

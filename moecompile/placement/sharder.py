@@ -22,9 +22,10 @@ from .. import graph as graphs
 from .. import meta
 from ..compat import FakeTensorMode, OpOverload
 from ..errors import PassError
+from ..graph import arguments
 from ..ops import AXIS_ARGUMENT
 from . import convert as conversions
-from .call import Call, Decision, Emitter, NoRuleError, Rule, arguments
+from .call import Call, Decision, Emitter, NoRuleError, Rule
 from .gather import Ledger, gathered_bytes, whole
 from .shapes import local_shape
 from .types import REPLICATE, Partial, Placement, Replicate, Shard

@@ -142,7 +142,7 @@ def test_a_model_without_balance_loss_reports_its_load_only() -> None:
     assert found.aux is None and mc.metrics(model).aux is None and int(found.tokens_per_expert.sum()) == 80
 
 
-class NullAndCapacity(Layer):
+class NullAndCapacity(DroppedLoop):
     """The last option is no expert, and each expert takes its first tokens only."""
 
     limit = 3
@@ -150,15 +150,6 @@ class NullAndCapacity(Layer):
     def make(self) -> None:
         super().make()
         self.gate = nn.Linear(WIDTH, EXPERTS + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, ids = self.route(x)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            t, k = torch.where(ids == e)
-            t, k = t[: self.limit], k[: self.limit]
-            y = y.index_add(0, t, expert(x[t]) * w[t, k, None])
-        return y
 
 
 class Summed(nn.Module):

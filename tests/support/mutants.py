@@ -71,7 +71,7 @@ def mutants(program: Program) -> Iterator[Mutant]:
         if node.target in AXIS_ARGUMENT:
             yield from _of_collective(program, node)
         elif node.target in (aten.div.Tensor, aten.div.Scalar) and _is_share(program, node):
-            yield Mutant("scale", node.name, "not divided", _replacing(node, lambda graph, at: at.args[0]))
+            yield Mutant("scale", node.name, "not divided", _following(node, lambda graph, at: at.args[0]))
             yield Mutant("scale", node.name, "divided twice", _argument(node, 1, node.args[1] * 2))
         elif node.target in _PARTS:
             yield from _of_part(program, node)
@@ -102,18 +102,8 @@ def _argument(node: Node, index: int, value: Any) -> Callable[[Program], None]:
     return change
 
 
-def _replacing(node: Node, make: Callable[[Graph, Node], Any]) -> Callable[[Program], None]:
-    def change(program: Program) -> None:
-        at = _find(program, node)
-        with program.graph.inserting_before(at):
-            made = make(program.graph, at)
-        at.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-
-    return change
-
-
-def _following(node: Node, make: Callable[[Graph, Node], Node]) -> Callable[[Program], None]:
-    """Let the readers of a node read what is made of it."""
+def _following(node: Node, make: Callable[[Graph, Node], Any]) -> Callable[[Program], None]:
+    """Let the readers of a node read what is made of it, or of its arguments."""
 
     def change(program: Program) -> None:
         at = _find(program, node)
@@ -154,7 +144,7 @@ def _of_collective(program: Program, node: Node) -> Iterator[Mutant]:
     axis, size = str(node.args[index]), program.mesh.size(str(node.args[index]))
     fixed = node.target in (ops.all_reduce, ops.all_gather, ops.reduce_scatter)
     if fixed:
-        yield Mutant("drop", node.name, "", _replacing(node, _without))
+        yield Mutant("drop", node.name, "", _following(node, _without))
         yield Mutant("double", node.name, "", _following(node, _summed(axis)))
         if meta.tensor(node).is_floating_point():
             yield Mutant("scale", node.name, "mean", _following(node, _divided(size)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ...graph import arguments
 from .digits import Digits
 from .readings import ALL_DIMS, FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, described
 
@@ -101,15 +102,6 @@ class Call:
         for arg in args:
             if self.of(arg).kind not in (Kind.SAME, Kind.ZERO):
                 raise ConflictError(f"needs the whole of {name_of(arg)}, which is {self.of(arg)}")
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call by the names of its op's schema, defaults filled in."""
-    found: dict[str, Any] = {}
-    for at, item in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = at < len(node.args) and not item.kwarg_only
-        found[item.name] = node.args[at] if given else node.kwargs.get(item.name, item.default_value)
-    return found
 
 
 def flat(args: Any) -> Iterator[Any]:
