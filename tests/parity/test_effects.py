@@ -26,6 +26,7 @@ from tests.support.parity import slice_for
 
 aten = torch.ops.aten
 CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
+STACKED = Config("stacked")  # float64, gate and up in one weight
 PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
 # what a data rank's batch is cut further for: passes that have nothing to do under the plan above
@@ -164,6 +165,13 @@ def ops_lowered(program: Program) -> None:
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
 
 
+def experts_joined(program: Program) -> None:
+    assert not calls(program, ops.cpu.grouped_linear, ops.cpu.grouped_linear_wgrad)
+    assert (
+        len(calls(program, ops.cpu.grouped_mlp)) == len(calls(program, ops.cpu.grouped_mlp_backward)) == STACKED.layers
+    )
+
+
 def activations_fused(program: Program) -> None:
     """The experts and the shared expert of every layer."""
     assert not calls(program, aten.silu.default)
@@ -204,6 +212,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "sync-grads": gradients_summed,
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
+    "fuse-experts": experts_joined,
 }
 
 
@@ -218,19 +227,20 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Two pipelines in which each pass first runs with an empty body and then for real."""
-    inner, staged = {"shard-sequence", "shard-linears"}, {"split-stages"}
-    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged}
+    """Pipelines in which each pass first runs with an empty body and then for real."""
+    inner, staged, joined = {"shard-sequence", "shard-linears"}, {"split-stages"}, {"fuse-experts"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged | joined}
     narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
     deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
-    return wide | narrow | deep
+    stacked = {name: item for name, item in run_twice(PLAN, BATCH, STACKED).items() if name in joined}
+    return wide | narrow | deep | stacked
 
 
-def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:
+def run_twice(plan: Plan, batch: dict[str, torch.Tensor], config: Config = CONFIG) -> dict[str, Outcome]:
     """The verdicts on every pass of one pipeline."""
     part = slice_for(batch, plan, 0)
     request = Request((), part, plan)
-    program = as_program(capture(build(CONFIG), request), request)
+    program = as_program(capture(build(config), request), request)
     found = {}
     for item in pipeline.parse(default_pipeline(plan, step=True), PASSES):
         facts, level = program.facts, program.level
