@@ -62,6 +62,8 @@ def _all_gather(call: Call) -> Options:
     """Parts of all ranks one behind the other, which is right where the ranks stand in front of all else."""
     source = call["x"]
     reading = plain(call.of(source))
+    if call.of(source).kind in (Kind.COUNTS, Kind.RECEIVED) and len(call.shape(source)) == 2:
+        return only(_told(call, call.of(source)))
     if not call.within(call["axis"]):
         if _is_behind(call, reading):  # the ranks come to stand in front of this cut
             reading = reading._replace(outer=reading.outer * call.size(call["axis"]))
@@ -74,6 +76,15 @@ def _all_gather(call: Call) -> Options:
         )
     front = before(call.shape(source), reading)
     return only(SAME if front == 1 else Reading(Kind.FRONT, outer=front))
+
+
+def _told(call: Call, counts: Reading) -> Reading:
+    """Counts by rank and expert, which ranks tell each other; on other digits they are as they were."""
+    if not call.within(call["axis"]):
+        return counts
+    if counts.kind is not Kind.COUNTS:
+        raise ConflictError(f"gathers {call['x'].name} over {call['axis']}, which is {counts} there already")
+    return counts._replace(kind=Kind.RECEIVED)
 
 
 def _is_behind(call: Call, reading: Reading) -> bool:
