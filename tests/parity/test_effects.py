@@ -32,6 +32,7 @@ BATCH = tokens(16, 3, 0)
 INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
 INNER_BATCH = tokens(2, 8, 0)
 STAGED = Plan(dp=1, pp=2, microbatches=2)
+SHARDED = Plan(dp=4, ep=2, passes="+shard-params")
 
 
 def calls(program: Program, *targets: object) -> list[Node]:
@@ -159,6 +160,17 @@ def gradients_summed(program: Program) -> None:
         assert found.target is ops.all_reduce and found.args[2] == ("edp" if cut else "dp"), item.name
 
 
+def params_sharded(program: Program) -> None:
+    """A rank holds a quarter of what is dense and half of its experts, and returns gradients of that size."""
+    every = sum(param.numel() for param in build(CONFIG).parameters())
+    experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.hidden * CONFIG.inner
+    assert elements(program) == (every - experts) // 4 + experts // 2 // 2
+    inputs = {item.name: item for item in program.inputs}
+    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is OutputKind.GRAD:
+            assert tuple(meta.tensor(found).shape) == inputs[item.name].local_shape(program.mesh)
+
+
 def ops_lowered(program: Program) -> None:
     assert not calls(program, ops.grouped_linear, ops.grouped_linear_wgrad, ops.unpermute)
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
@@ -201,6 +213,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "split-stages": stages_split,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
+    "shard-params": params_sharded,
     "sync-grads": gradients_summed,
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
@@ -219,11 +232,12 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """Two pipelines in which each pass first runs with an empty body and then for real."""
-    inner, staged = {"shard-sequence", "shard-linears"}, {"split-stages"}
+    inner, staged, sharded = {"shard-sequence", "shard-linears"}, {"split-stages"}, {"shard-params"}
     wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged}
     narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
     deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
-    return wide | narrow | deep
+    flat = {name: item for name, item in run_twice(SHARDED, BATCH).items() if name in sharded}
+    return wide | narrow | deep | flat
 
 
 def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:
