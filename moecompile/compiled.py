@@ -264,13 +264,12 @@ class CompiledCall:
         parts: dict[int, tuple[Tensor, ...]] = {}
         for item in self.trained:
             grad = outputs[item.output]
-            if item.place is None:
-                gradients.append(grad)
-            elif item.place < 0:
+            if item.place is not None and item.place < 0:
                 gradients.append(grad.new_empty(0))
-            else:
-                parts.setdefault(item.output, grad.unbind(0))
-                gradients.append(parts[item.output][item.place])
+                continue
+            if item.place is not None:
+                grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
+            gradients.append(grad if grad.shape == item.param.shape else grad[: len(item.param)])  # the rest is padding
 
         def finish(found: Gradients) -> Gradients:
             if before_hand_out is not None:

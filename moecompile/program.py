@@ -71,11 +71,11 @@ class Input:
         return len(self.fqns) > 1
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one rank's part."""
+        """Shape of one rank's part; of the largest one where a dim does not divide, to which the others are padded."""
         shape = list(self.shape)
         for axis, placed in self.placements:
             if isinstance(placed, Shard):
-                shape[placed.dim] //= mesh.size(axis)
+                shape[placed.dim] = -(-shape[placed.dim] // mesh.size(axis))
         return tuple(shape)
 
 
