@@ -39,6 +39,7 @@ class InputKind(enum.Enum):
     SEED = "seed"  # random seed of the call, equal on all ranks: 0-d int64
     SCALE = "scale"  # a number the runtime supplies per call, such as the step's valid tokens
     RELAYED = "relayed"  # a value of another graph of the pipeline, or of this stage's forward
+    GATHERED = "gathered"  # the whole of a parameter that is held as shards
     TANGENT = "tangent"  # gradient of a user output, in a separate backward graph
 
 

@@ -68,6 +68,9 @@ class Weights:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.cuts: dict[str, Cut] = {}
         self.shapes = {name: tuple(item.shape) for name, item in _named(model)}
+        self.kept: dict[
+            tuple[str, ...], Tensor
+        ] = {}  # wholes that were gathered from shards, by the names behind an input
         self.stages: dict[str, tuple[int, ...]] = {}  # which indices on pp hold a parameter; all where it is not named
         self._stacks: dict[
             tuple[str, ...], Tensor
@@ -184,7 +187,9 @@ class Weights:
         tensor = find(self.model, name)
         self._note(name, cut)
         if cut.parts:
-            tensor.data = cut.part(tensor.data, self.mesh, self.rank).clone()
+            # contiguous, or a copy of it onto itself would look like one onto another part of the same memory
+            part = cut.part(tensor.data, self.mesh, self.rank)
+            tensor.data = part.clone(memory_format=torch.contiguous_format)
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
         """Each expert lies on one rank of the axis that cuts the stack's own dim, and is cut over the others."""

@@ -2,7 +2,10 @@
 
 Before:  every rank of dp and cp has a dense parameter whole, every rank of edp an expert
 After:   the input is this rank's shard; the whole is gathered before its first use in the forward and again before its first use
-         in the backward; the gradient is reduced and scattered as soon as it is complete
+         in the backward; the gradient is reduced and scattered as soon as it is complete (level 3, ZeRO-3)
+
+Level 2 gathers once: the runtime keeps what was gathered until a shard changes. Level 1 also keeps gradients whole until all
+microbatches of a call are done, and then reduces and scatters them.
 
 A gather is made for each bucket of parameters: those of one layer, or as many as fit in ``bucket-mb``. The first dim that the
 ranks divide is cut, else dim 0 in unequal shards, padded where they travel; what has neither (scalars, fewer rows than ranks) stays
@@ -74,10 +77,12 @@ class ShardParams(Pass):
     """Shards of parameters, gradients and optimizer state, as ``level`` says.
 
     ``bucket_mb``: largest size of what one collective gathers or scatters; 0: one for each layer.
-    ``prefetch``: how many buckets are gathered ahead of the one in use.
+    ``prefetch``: how many buckets are gathered ahead of the one in use. ``over``: the axes that share out dense parameters; those
+    that are left hold copies of the shards.
     """
 
-    level_: Literal[3] = 3
+    level_: Literal[3, 2, 1] = 3
+    over: Literal["dp+cp", "dp", "cp"] = "dp+cp"
     bucket_mb: int = 0
     prefetch: int = 0
 
@@ -97,10 +102,12 @@ class ShardParams(Pass):
         members = self._cut(ctx)
         if not members:
             return 0
-        _repeat_for_backward(graph.graph, members)
+        kept = self.level_ < 3
+        if not kept:
+            _repeat_for_backward(graph.graph, members)
         buckets = self._buckets(graph.graph, members)
-        for direction in meta.Direction:
-            self._gather_all(graph.graph, buckets, direction, ctx)
+        for half in [None] if kept else list(meta.Direction):
+            self._gather_all(graph.graph, buckets, half, ctx)
         self._scatter_all(graph.graph, buckets, ctx)
         graphs.eliminate_dead(graph.graph, keep=lambda node: node.target in ops.COLLECTIVES)
         return len(members)
@@ -109,7 +116,7 @@ class ShardParams(Pass):
         """Let the inputs be shards; what is cut, by placeholder and in the order of the inputs, with the axis."""
         found: dict[Node, tuple[str, _Member]] = {}
         for at, (node, item) in enumerate(ctx.program.items()):
-            axis = shard_axis(item, ctx)
+            axis = shard_axis(item, ctx, self.over)
             if item.kind is not InputKind.PARAM or not axis or not meta.tensor(node).is_floating_point():
                 continue
             ranks, value = ctx.mesh.size(axis), meta.tensor(node)
@@ -146,13 +153,13 @@ class ShardParams(Pass):
             open_[key] = here, filled + member.bytes, bucket
         return found
 
-    def _gather_all(self, graph: Graph, buckets: list[_Bucket], direction: meta.Direction, ctx: PassContext) -> None:
-        """Gather every bucket before what first reads it in one half of the step."""
+    def _gather_all(self, graph: Graph, buckets: list[_Bucket], half: meta.Direction | None, ctx: PassContext) -> None:
+        """Gather every bucket before what first reads it in one half of the step; in all of it (None) to be kept."""
         place = {node: at for at, node in enumerate(graph.nodes)}
         due = []
         for bucket in buckets:
             users = {
-                member.node: [user for user in member.node.users if meta.direction(user) is direction]
+                member.node: [user for user in member.node.users if half in (None, meta.direction(user))]
                 for member in bucket.members
             }
             readers = [user for found in users.values() for user in found]
@@ -163,13 +170,15 @@ class ShardParams(Pass):
             read = [member for member in bucket.members if users[member.node]]
             before = due[max(0, at - self.prefetch)][0]
             with graph.inserting_before(before):
-                wholes = _gathered(graph, bucket, read, _maker(graph, before, direction, ctx))
+                wholes = _gathered(graph, bucket, read, _maker(graph, before, half or meta.Direction.FORWARD, ctx))
             for member, whole in zip(read, wholes, strict=True):
+                if half is None:
+                    meta.set_whole(whole, member.node.name)
                 for user in users[member.node]:
                     user.replace_input_with(member.node, whole)
 
     def _scatter_all(self, graph: Graph, buckets: list[_Bucket], ctx: PassContext) -> None:
-        """Reduce and scatter the gradients of every bucket as soon as its last one is there."""
+        """Reduce and scatter the gradients of every bucket as soon as its last one is there; at level 1 when all are."""
         place = {node: at for at, node in enumerate(graph.nodes)}
         program, results = ctx.program, ctx.program.output_nodes()
         at_of = {item.name: at for at, item in enumerate(program.outputs) if item.kind is OutputKind.GRAD}
@@ -180,18 +189,22 @@ class ShardParams(Pass):
                 continue
             grads = [results[at_of[member.node.name]] for member in members]
             last = max(grads, key=place.__getitem__)
-            with graph.inserting_before(last.next):
-                make = _maker(graph, last, meta.Direction.BACKWARD, ctx)
+            late = self.level_ == 1
+            with graph.inserting_before(graph.output_node() if late else last.next):
+                make = _maker(graph, last, meta.Direction.BACKWARD, ctx, late=late)
                 shards = _scattered(bucket, members, grads, make)
             for member, shard in zip(members, shards, strict=True):
                 results[at_of[member.node.name]] = shard
         graph.output_node().args = (tuple(results),)
 
 
-def shard_axis(item: Input, ctx: PassContext) -> str:
-    """The data axes over which every rank holds the same part of a parameter, as one; '' where there are none."""
+def shard_axis(item: Input, ctx: PassContext, over: str) -> str:
+    """The data axes over which every rank holds the same part of a parameter, as one; '' where there are none.
+
+    Of an expert it is edp, of every other parameter what is in ``over``.
+    """
     cut = {part for axis, placed in item.placements if isinstance(placed, Shard) for part in axis.split("+")}
-    axes = ("edp",) if cut & {"ep", "etp"} else ("dp", "cp")
+    axes = ["edp"] if cut & {"ep", "etp"} else over.split("+")
     return joined(axis for axis in axes if ctx.mesh.size(axis) > 1)
 
 
@@ -230,12 +243,14 @@ def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
                 derived.add(node)
 
 
-def _maker(graph: Graph, like: Node, direction: meta.Direction, ctx: PassContext) -> Any:
-    """Makes nodes that belong to the module of ``like`` and to one half of the step."""
+def _maker(graph: Graph, like: Node, direction: meta.Direction, ctx: PassContext, *, late: bool = False) -> Any:
+    """Makes nodes that belong to the module of ``like`` and to one half of the step; ``late``: behind its last microbatch."""
 
     def make(target: Any, *args: Any) -> Node:
         made = graphs.call(graph, target, *args, like=like, mode=ctx.mode)
         meta.set_direction(made, direction)
+        if late:
+            meta.defer(made)
         return made
 
     return make
