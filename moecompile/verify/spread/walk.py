@@ -282,7 +282,7 @@ class _Walk:
                 columns.append(found if isinstance(found, list) else [found])
             else:
                 for index, ways_out in enumerate(made):
-                    for option in _choices([column[index] for column in columns]):
+                    for option in self._choices([column[index] for column in columns]):
                         ways_out += self._shares(call, self._in_order(call, way, option))
         if all(made):
             return
@@ -292,6 +292,23 @@ class _Walk:
                 f"divides by {call['other']}, which the model does not do there, and no share of so many ranks is due",
             )
         raise fault(call.node, f"{problem[1]}, on {self.digits.names[problem[0]]}")
+
+    def _choices(self, columns: Sequence[Options]) -> Iterator[tuple[Reading, ...]]:
+        """One option for each digit. Digits of one axis on which a cut may be read in the same ways are cut alike."""
+        if all(len(options) == 1 for options in columns):
+            yield tuple(options[0] for options in columns)
+            return
+        tied: dict[Any, list[int]] = {}
+        for at, options in enumerate(columns):
+            alike = len(options) > 1 and all(option.kind is Kind.CUT for option in options)
+            axis = self.digits.names[at].partition("/")[0]
+            tied.setdefault((options, axis) if alike else at, []).append(at)
+        for chosen in product(*(columns[members[0]] for members in tied.values())):
+            found = [UNKNOWN] * len(columns)
+            for members, option in zip(tied.values(), chosen, strict=True):
+                for at in members:
+                    found[at] = option
+            yield tuple(found)
 
     def _note(self, call: Call, found: Any) -> None:
         """Count an op whose rule gives up on operands that are known."""
@@ -352,23 +369,6 @@ def _is_unknown(ways: Value) -> bool:
 
 def _out_of_order(reading: Reading) -> bool:
     return reading.kind is Kind.SUM and reading.outer > 1
-
-
-def _choices(columns: Sequence[Options]) -> Iterator[tuple[Reading, ...]]:
-    """One option for each digit. Digits on which a cut may be read in the same ways are cut alike: they are of one axis."""
-    if all(len(options) == 1 for options in columns):
-        yield tuple(options[0] for options in columns)
-        return
-    tied: dict[Options, list[int]] = {}
-    for at, options in enumerate(columns):
-        alike = len(options) > 1 and all(option.kind is Kind.CUT for option in options)
-        tied.setdefault(options if alike else (*options, Reading(Kind.UNKNOWN, at)), []).append(at)
-    for chosen in product(*(columns[members[0]] for members in tied.values())):
-        found = [UNKNOWN] * len(columns)
-        for members, option in zip(tied.values(), chosen, strict=True):
-            for at in members:
-                found[at] = option
-        yield tuple(found)
 
 
 def _is(reading: Reading, due: Reading) -> bool:
