@@ -180,16 +180,28 @@ def as_program(captured: Captured, request: Request) -> Program:
 
 
 def default_pipeline(plan: Plan, *, step: bool) -> str:
-    """The plan's own pipeline, else the preset; a call without backward leaves out the passes of the step level."""
-    text = plan.passes or STEP
-    passes = pipelines.parse(text, PASSES)
-    if plan.passes is None:
-        passes = _with_options(passes, plan)
+    """The plan's own pipeline, else the preset; a call without backward leaves out the passes of the step level.
+
+    A plan whose ``passes`` begin with ``+`` has the preset and these: each where it usually stands, in place of one of its name.
+    """
+    given = (plan.passes or "+").strip()
+    if given.startswith("+"):
+        added = pipelines.parse(given[1:], PASSES)
+        passes = _with_added(_with_options(pipelines.parse(STEP, PASSES), plan), added)
+    else:
+        passes = pipelines.parse(given, PASSES)
     if not step:
         passes = tuple(
             item for item in passes if item.level is not Level.STEP and Fact.DIFFERENTIATED not in item.provides
         )
     return pipelines.to_text(passes)
+
+
+def _with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The preset with some passes more, or with other options."""
+    order, names = list(PASSES), {item.name for item in added}
+    kept = [item for item in passes if item.name not in names]
+    return tuple(sorted([*kept, *added], key=lambda item: order.index(item.name)))
 
 
 def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:

@@ -54,7 +54,8 @@ class Plan:
 
     Degrees: `dp=None` is filled in by `resolve(world_size)`; the others default to 1.  `batch_dims` maps an
     argument name to the dim that data ranks split, or to None for an argument that is equal on all ranks;
-    `overrides` maps a module pattern to a placement.  `strict` refuses a line of the model that no placement
+    `overrides` maps a module pattern to a placement.  `passes` is a whole pipeline, or `+` and passes that the usual one
+    gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
     `router_dtype` and `reduce_dtype` of None keep the model's own.  `timeout` is in seconds.
 

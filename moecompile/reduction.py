@@ -30,7 +30,7 @@ def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) ->
     """Sum each tensor in place over its axis; one flat exchange per axis and dtype, in the order given."""
     buckets: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for axis, tensor in tensors:
-        if groups.size(axis) > 1 and tensor.numel():
+        if axis and groups.size(axis) > 1 and tensor.numel():
             buckets.setdefault((axis, tensor.dtype), []).append(tensor.as_subclass(Tensor))
     for (axis, _), members in buckets.items():
         flat = torch.cat([item.reshape(-1) for item in members])

@@ -36,7 +36,7 @@ from .program import Input, InputKind, Level, Output, OutputKind, Program
 
 _FORMAT = 1
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\]$")
-_ONE = r"(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@\w+ ?)+)"
+_ONE = r"(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@[\w+]+ ?)+)"
 _PLACED = re.compile(f"^{_ONE}$")
 _EACH_PLACED = re.compile(rf"^\({_ONE}(?:, {_ONE})*\)$")
 _STAGE = re.compile(r"^stage (\d+)$")

@@ -22,6 +22,7 @@ from .seed_random import SeedRandom
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .shard_linears import ShardLinears
+from .shard_params import ShardParams
 from .shard_sequence import ShardSequence
 from .split_stages import SplitStages
 from .sync_grads import SyncGrads
@@ -44,6 +45,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     SplitStages,
     Differentiate,
     SyncLoss,
+    ShardParams,
     SyncGrads,
     Canonicalize,
     LowerOps,

@@ -33,6 +33,7 @@ BATCH = tokens(16, 3, 0)
 INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
 INNER_BATCH = tokens(2, 8, 0)
 STAGED = Plan(dp=1, pp=2, microbatches=2)
+SHARDED = Plan(dp=4, ep=2, passes="+shard-params")
 
 
 def calls(program: Program, *targets: object) -> list[Node]:
@@ -160,6 +161,17 @@ def gradients_summed(program: Program) -> None:
         assert found.target is ops.all_reduce and found.args[2] == ("edp" if cut else "dp"), item.name
 
 
+def params_sharded(program: Program) -> None:
+    """A rank holds a quarter of what is dense and half of its experts, and returns gradients of that size."""
+    every = sum(param.numel() for param in build(CONFIG).parameters())
+    experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.hidden * CONFIG.inner
+    assert elements(program) == (every - experts) // 4 + experts // 2 // 2
+    inputs = {item.name: item for item in program.inputs}
+    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is OutputKind.GRAD:
+            assert tuple(meta.tensor(found).shape) == inputs[item.name].local_shape(program.mesh)
+
+
 def ops_lowered(program: Program) -> None:
     assert not calls(program, ops.grouped_linear, ops.grouped_linear_wgrad, ops.unpermute)
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
@@ -209,6 +221,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "split-stages": stages_split,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
+    "shard-params": params_sharded,
     "sync-grads": gradients_summed,
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
@@ -228,12 +241,14 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """Pipelines in which each pass first runs with an empty body and then for real."""
-    inner, staged, joined = {"shard-sequence", "shard-linears"}, {"split-stages"}, {"fuse-experts"}
-    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged | joined}
-    narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
-    deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
-    stacked = {name: item for name, item in run_twice(PLAN, BATCH, STACKED).items() if name in joined}
-    return wide | narrow | deep | stacked
+    apart = {"shard-sequence", "shard-linears", "split-stages", "fuse-experts", "shard-params"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in apart}
+    inner = run_twice(INNER, INNER_BATCH)
+    deep = run_twice(STAGED, INNER_BATCH)["split-stages"]
+    joined = run_twice(PLAN, BATCH, STACKED)["fuse-experts"]
+    flat = run_twice(SHARDED, BATCH)["shard-params"]
+    narrow = {name: inner[name] for name in ("shard-sequence", "shard-linears")}
+    return {**wide, **narrow, "split-stages": deep, "fuse-experts": joined, "shard-params": flat}
 
 
 def run_twice(plan: Plan, batch: dict[str, torch.Tensor], config: Config = CONFIG) -> dict[str, Outcome]:

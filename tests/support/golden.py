@@ -162,8 +162,9 @@ class Attentive(nn.Module):
 
 def batch(model: nn.Module) -> tuple[Tensor, ...]:
     """What one rank passes; a model may bring an example of its own."""
-    if isinstance(model, Gated | Attentive):
-        return model.example()
+    example: Callable[[], tuple[Tensor, ...]] | None = getattr(model, "example", None)
+    if example is not None:
+        return example()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     return (x,) if isinstance(model, Block | Stack | Line | OverBatch) else (x, torch.randint(0, EXPERTS, (TOKENS,)))
 

@@ -40,10 +40,10 @@ _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 class Coverage:
     """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
 
-    ``checked`` is False where nothing can be said: experts are cut along their width, the batch is not cut yet, or weights
-    of experts are and their rows are not, or the meshes of the plan have no digits in common, or passes in an unusual order
-    have cut one dim over tp before cp. ``proved`` of ``ops`` have a result that is known on all digits; ``unknown_ops`` are
-    those where knowledge ends, not those that merely read what is not known.
+    ``checked`` is False where nothing can be said: the batch is not cut yet, or weights of experts are and their rows are not, or
+    the meshes of the plan have no digits in common, or passes in an unusual order have cut one dim over tp before cp. ``proved`` of
+    ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read
+    what is not known.
     """
 
     checked: bool = True
@@ -57,10 +57,11 @@ def check_spread(program: Program) -> Coverage:
     """Raise a VerifyError at the first value that is not what its ops need, or at an output that is not what it should be."""
     program = expanded(program)
     halfway = (
-        Fact.EXPERTS_SHARDED in program.facts and Fact.TOKENS_DISPATCHED not in program.facts and program.plan.ep > 1
+        Fact.EXPERTS_SHARDED in program.facts
+        and Fact.TOKENS_DISPATCHED not in program.facts
+        and program.plan.ep * program.plan.etp > 1
     )
-    width_cut = program.plan.etp > 1  # rows that several ranks share have no rules here yet
-    if halfway or width_cut or Fact.TOKENS_SHARDED not in program.facts:
+    if halfway or Fact.TOKENS_SHARDED not in program.facts:
         return Coverage(checked=False)
     digits = digits_of(program.mesh)
     if digits is None or any(item.kind is InputKind.TANGENT for item in program.inputs):
