@@ -47,8 +47,7 @@ def emit_over_classes(walk: Walk, node: Node, decisions: Mapping[str, Decision],
     losses = share(aten.sub.Tensor, walk.convert(rows, rows, axis, REPLICATE, PARTIAL), picked)
     if smoothing:  # mean x - x[target] more; of the mean, a rank has that of its own classes by the number of ranks
         mean = share(aten.div.Tensor, call(aten.mean.dim, scores, [dim]), walk.axes[axis])
-        more = share(aten.mul.Tensor, share(aten.sub.Tensor, mean, picked), smoothing)
-        losses = share(aten.sub.Tensor, losses, more)
+        losses = share(aten.sub.Tensor, losses, share(aten.sub.Tensor, mean, picked), alpha=smoothing)
     ignored = call(aten.eq.Scalar, target, found["ignore_index"])
     losses = share(aten.masked_fill.Scalar, losses, ignored, 0.0)
     if found["reduction"] == _NONE:
