@@ -17,12 +17,11 @@ from . import graph as graphs
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
-from .passes.normalize_loss import NUM_VALID
 from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
 from .placement.types import Shard
-from .program import Input, InputKind, Level, Output, OutputKind, Program
+from .program import NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor
@@ -185,8 +184,8 @@ class CompiledCall:
         scales = self._valid_tokens(parts)
         return [(part, scales) for part in parts]
 
-    def _count_program(self) -> tuple[Executor, list[Output]] | None:
-        """The part of the program that counts valid tokens, as a program of its own."""
+    def _count_program(self) -> tuple[Executor, list[Output], set[str]] | None:
+        """The part of the program that counts valid tokens, as a program of its own, and the inputs that it reads."""
         program = self.program
         wanted = [
             (found, item)
@@ -200,18 +199,24 @@ class CompiledCall:
             graphs.extract(program.graph, [found for found, _ in wanted if isinstance(found, Node)]),
         )
         counting = replace(program, graph_module=module, outputs=[item for _, item in wanted], level=Level.MODEL)
-        return Executor(counting, self.groups), [item for _, item in wanted]
+        read = {item.name for node, item in counting.items() if node.users}
+        return Executor(counting, self.groups), [item for _, item in wanted], read
 
     def _valid_tokens(self, parts: list[list[Any]]) -> dict[str, Tensor]:
         if self._counter is None:
             return {}
-        executor, outputs = self._counter
+        executor, outputs, read = self._counter
         scales = {item.name: torch.ones(()) for item in self.program.inputs if item.kind is InputKind.SCALE}
         scales |= {
             item.name: torch.zeros((), dtype=torch.int64) for item in self.program.inputs if item.kind is InputKind.SEED
         }
         with torch.no_grad():
-            counted = [executor([self._value(item, part, scales) for item in self.program.inputs]) for part in parts]
+            counted = [
+                executor(
+                    [self._value(item, part, scales) if item.name in read else None for item in self.program.inputs]
+                )
+                for part in parts
+            ]
         found = {}
         dtypes = {
             item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE

@@ -20,6 +20,9 @@ from .placement.types import Placement, Shard
 from .plan import Plan
 from .printer import program_text, saved_text
 
+# What an output is that counts a microbatch's valid tokens, for the runtime to add up before a step.
+NUM_VALID = "num_valid"
+
 
 class Level(enum.Enum):
     """Which of the two levels of the IR a graph stands at."""

@@ -10,6 +10,7 @@ from .canonicalize import Canonicalize
 from .cast_grads import CastGrads
 from .cast_router import CastRouter
 from .differentiate import Differentiate
+from .fuse_experts import FuseExperts
 from .fuse_rms_norm import FuseRmsNorm
 from .fuse_rotary import FuseRotary
 from .fuse_swiglu import FuseSwiglu
@@ -50,11 +51,12 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     SyncGrads,
     Canonicalize,
     LowerOps,
+    FuseExperts,
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
     "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-sequence,shard-linears,shard-experts,insert-dispatch,"
-    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
+    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops,fuse-experts"
 )

@@ -1,8 +1,8 @@
 """Graph verifier: what must hold after every pass, whatever the pass was.
 
 `verify_program` is cheap and runs after each pass; `verify_values` computes every shape again and runs once, at the
-end. With ``MOECOMPILE_PROVE=1`` in the environment, where every value lives is proved as well (`spread`), whenever the graph was
-cut, dispatched or differentiated, and at the end. That is no default yet: some right programs are beyond its rules.
+end. Where every value lives is proved (`spread`) whenever the graph was cut, dispatched or differentiated, and at the end;
+``MOECOMPILE_PROVE=0`` in the environment leaves that out.
 """
 
 import os
@@ -11,6 +11,7 @@ from ..errors import VerifyError
 from ..program import Program
 from . import values
 from .collectives import check_collectives, check_exchanges, check_transposes
+from .expand import expanded
 from .facts import check_facts
 from .placements import check_partial_values
 from .spread import check_spread, is_due, remember
@@ -20,7 +21,7 @@ __all__ = ["check_spread", "verify_program", "verify_values"]
 
 
 def _proves() -> bool:
-    return os.environ.get("MOECOMPILE_PROVE") == "1"
+    return os.environ.get("MOECOMPILE_PROVE") != "0"
 
 
 def verify_program(program: Program) -> None:
@@ -29,6 +30,7 @@ def verify_program(program: Program) -> None:
         program.graph.lint()
     except RuntimeError as error:
         raise VerifyError(f"the graph is malformed: {error}") from error
+    whole, program = program, expanded(program)
     check_structure(program)
     check_collectives(program)
     check_partial_values(program)
@@ -36,8 +38,8 @@ def verify_program(program: Program) -> None:
     check_transposes(program)
     check_facts(program)
     if _proves():
-        remember(program)
-        if is_due(program):
+        remember(whole)
+        if is_due(whole):
             check_spread(program)
 
 

@@ -24,7 +24,12 @@ from .report import fault
 aten = torch.ops.aten
 _EXCHANGES = (ops.dispatch, ops.combine)
 _SIZED = (*_EXCHANGES, ops.all_gather_rows, ops.reduce_scatter_rows)  # ops that carry how many rows each rank sends
-_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter)  # ops whose second argument is the group size
+_GROUPED = (
+    ops.exchange_counts,
+    ops.all_gather,
+    ops.reduce_scatter,
+    ops.all_to_all,
+)  # ops whose second argument is the group size
 
 
 def axis_of(node: Node) -> str:
@@ -131,6 +136,9 @@ def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
     if node.target in _EXCHANGES:
         send, recv = node.args[1:3]
         return target, axis_of(node), *((recv, send) if opposite else (send, recv))
+    if node.target is ops.all_to_all:
+        split, concat = node.args[2:4]
+        return target, axis_of(node), *((concat, split) if opposite else (split, concat))
     return target, axis_of(node)
 
 

@@ -26,6 +26,7 @@ from tests.support.parity import slice_for
 
 aten = torch.ops.aten
 CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
+STACKED = Config("stacked")  # float64, gate and up in one weight
 PLAN = Plan(dp=4, ep=2, router_dtype="fp32", reduce_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
 # what a data rank's batch is cut further for: passes that have nothing to do under the plan above
@@ -185,6 +186,13 @@ def ops_lowered(program: Program) -> None:
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
 
 
+def experts_joined(program: Program) -> None:
+    assert not calls(program, ops.cpu.grouped_linear, ops.cpu.grouped_linear_wgrad)
+    assert (
+        len(calls(program, ops.cpu.grouped_mlp)) == len(calls(program, ops.cpu.grouped_mlp_backward)) == STACKED.layers
+    )
+
+
 def activations_fused(program: Program) -> None:
     """The experts and the shared expert of every layer."""
     assert not calls(program, aten.silu.default)
@@ -227,6 +235,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "sync-grads": gradients_summed,
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
+    "fuse-experts": experts_joined,
 }
 
 
@@ -241,20 +250,22 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Two pipelines in which each pass first runs with an empty body and then for real."""
-    inner, staged, sharded = {"shard-sequence", "shard-linears"}, {"split-stages"}, {"shard-params"}
-    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged}
-    narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
-    deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
-    flat = {name: item for name, item in run_twice(SHARDED, BATCH).items() if name in sharded}
-    return wide | narrow | deep | flat
+    """Pipelines in which each pass first runs with an empty body and then for real."""
+    apart = {"shard-sequence", "shard-linears", "split-stages", "fuse-experts", "shard-params"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in apart}
+    inner = run_twice(INNER, INNER_BATCH)
+    deep = run_twice(STAGED, INNER_BATCH)["split-stages"]
+    joined = run_twice(PLAN, BATCH, STACKED)["fuse-experts"]
+    flat = run_twice(SHARDED, BATCH)["shard-params"]
+    narrow = {name: inner[name] for name in ("shard-sequence", "shard-linears")}
+    return {**wide, **narrow, "split-stages": deep, "fuse-experts": joined, "shard-params": flat}
 
 
-def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:
+def run_twice(plan: Plan, batch: dict[str, torch.Tensor], config: Config = CONFIG) -> dict[str, Outcome]:
     """The verdicts on every pass of one pipeline."""
     part = slice_for(batch, plan, 0)
     request = Request((), part, plan)
-    program = as_program(capture(build(CONFIG), request), request)
+    program = as_program(capture(build(config), request), request)
     found = {}
     for item in pipeline.parse(default_pipeline(plan, step=True), PASSES):
         facts, level = program.facts, program.level

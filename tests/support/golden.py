@@ -23,7 +23,7 @@ from moecompile.printer import graph_text, plan_text
 from moecompile.program import Program
 
 FOLDER = Path(__file__).parents[1] / "passes" / "golden"
-MAX_LINES = 60
+MAX_LINES = 80
 EXPERTS, WIDTH, TOKENS = 4, 2, 3
 PLAN = Plan(dp=2, ep=2)
 
