@@ -190,11 +190,24 @@ def default_pipeline(plan: Plan, *, step: bool) -> str:
         passes = _with_added(_with_options(pipelines.parse(STEP, PASSES), plan), added)
     else:
         passes = pipelines.parse(given, PASSES)
+        _check_said(passes, plan)
     if not step:
         passes = tuple(
             item for item in passes if item.level is not Level.STEP and Fact.DIFFERENTIATED not in item.provides
         )
     return pipelines.to_text(passes)
+
+
+def _check_said(passes: Sequence[Pass], plan: Plan) -> None:
+    """PlanError for a field that a pipeline written out would leave without effect."""
+    if plan.reduce_dtype is None:
+        return
+    wanted = PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype})
+    if wanted not in passes:
+        raise PlanError(
+            f"Plan(reduce_dtype={plan.reduce_dtype!r}): the plan's passes are a whole pipeline without "
+            f"cast-grads{{dtype={plan.reduce_dtype}}}; put that behind sync-loss, or begin passes with '+'."
+        )
 
 
 def _with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -211,4 +224,6 @@ def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
         chosen.append(replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item)  # type: ignore[call-arg]
         if item.name == "recognize-moe" and plan.router_dtype is not None:
             chosen.append(PASSES["cast-router"].from_options({"dtype": plan.router_dtype}))
+        if item.name == "sync-loss" and plan.reduce_dtype is not None:
+            chosen.append(PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype}))
     return tuple(chosen)

@@ -290,11 +290,12 @@ class CompiledCall:
         for item in self.trained:
             grad = outputs[item.output]
             if item.place is not None and item.place < 0:
-                gradients.append(grad.new_empty(0))
+                gradients.append(item.param.new_empty(0))
                 continue
             if item.place is not None:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
-            gradients.append(grad if grad.shape == item.param.shape else grad[: len(item.param)])  # the rest is padding
+            grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
+            gradients.append(grad.to(item.param.dtype))
 
         def finish(found: Gradients) -> Gradients:
             if before_hand_out is not None:
