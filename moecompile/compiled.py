@@ -18,10 +18,10 @@ from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
 from .passes.normalize_loss import NUM_VALID
-from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
+from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .placement.types import Shard
-from .program import Input, InputKind, Level, Output, OutputKind, Program
+from .program import AUX, Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor
