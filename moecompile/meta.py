@@ -20,6 +20,9 @@ _DIRECTION = "moe_direction"
 _TWIN = "moe_twin"
 _DIFFERENTIATED = "moe_differentiated"
 _STAGE = "moe_stage"
+_WHOLE = "moe_whole"
+_DEFERRED = "moe_deferred"
+_LOCAL = "moe_local_numbers"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 
@@ -122,6 +125,30 @@ def set_stage(node: Node, found: int | None) -> None:
         node.meta[_STAGE] = found
 
 
+def whole(node: Node) -> str | None:
+    """The parameter, held as shards, whose whole a node is that may be kept from call to call; None for any other node."""
+    return cast("str | None", node.meta.get(_WHOLE))
+
+
+def set_whole(node: Node, name: str) -> None:
+    node.meta[_WHOLE] = name
+
+
+def is_deferred(node: Node) -> bool:
+    """Whether a node is due once a step, on the sum over microbatches; so is what depends on it."""
+    return bool(node.meta.get(_DEFERRED, False))
+
+
+def defer(node: Node) -> None:
+    node.meta[_DEFERRED] = True
+
+
+def clear_marks(node: Node) -> None:
+    """A node that is made in the likeness of another is neither a parameter nor put off."""
+    node.meta.pop(_WHOLE, None)
+    node.meta.pop(_DEFERRED, None)
+
+
 def module_path(node: Node) -> str:
     """Dotted path of the innermost user module that made the node, '' outside all modules."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -176,6 +203,15 @@ def where(node: Node) -> str:
     path, at = module_path(node), source(node)
     text = f"{node.name} in {path}" if path else node.name
     return f"{text} ({at})" if at else text
+
+
+def local_numbers(node: Node) -> dict[int, Any]:
+    """Arguments by their place among all leaves that the same call has at one rank's batch size, where they are others."""
+    return cast(dict[int, Any], node.meta.get(_LOCAL, {}))
+
+
+def set_local_numbers(node: Node, numbers: dict[int, Any]) -> None:
+    node.meta[_LOCAL] = numbers
 
 
 def copy_meta(node: Node) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Carried:
     used: bool  # for more than counting up: read more often than written, compared, changed in place
 
     def put(self, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             vars(self.module).pop(self.name, None)
         else:
             vars(self.module)[self.name] = value
@@ -99,11 +99,11 @@ class Attributes:
         self._hooks.clear()
         for module in modules:
             self._hooks += [(found, dict(found)) for name in _HOOKS if (found := vars(module).get(name)) is not None]
-            values = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
+            values = {name: value for name, value in vars(module).items() if name not in INTERNAL}
             self._plain.append((module, values, {name: _text(value) for name, value in values.items()}))
 
     def read(self, module: nn.Module, name: str) -> None:
-        if name not in _INTERNAL and not name.startswith("__"):
+        if name not in INTERNAL and not name.startswith("__"):
             self._read[id(module), name] += 1
 
     def value(self, module: nn.Module, name: str, found: Any) -> Any:
@@ -116,7 +116,7 @@ class Attributes:
         self._lines[id(module), name] = line
         self._wrote[id(module), name] += 1
         if (id(module), name) not in self._read:
-            self._written.setdefault((id(module), name), (module, line, vars(module).get(name, _ABSENT)))
+            self._written.setdefault((id(module), name), (module, line, vars(module).get(name, ABSENT)))
 
     def is_local(self, module: nn.Module, name: str) -> bool:
         """Whether the forward wrote the attribute before it read it."""
@@ -131,19 +131,19 @@ class Attributes:
         hooked = any(hooks.keys() != before.keys() for hooks, before in self._hooks)
         for module, values, texts in self._plain:
             for name, value in vars(module).items():
-                if name in _INTERNAL or self.is_local(module, name) or _holds_tensor(value):
+                if name in INTERNAL or self.is_local(module, name) or _holds_tensor(value):
                     continue
                 if hooked and name not in values and value is True:
                     self._flags.append((module, name))
                     continue
-                before = texts.get(name) or _text(getattr(type(module), name, _ABSENT))
+                before = texts.get(name) or _text(getattr(type(module), name, ABSENT))
                 if _text(value) != before:
                     line = self._lines.get((id(module), name)) or forward_line(module)
                     said = f"from {before} to {_text(value)}"
                     key = (id(module), name)
                     read, wrote = self._read[key], self._wrote[key]
                     used = read > wrote or not wrote or key in self._used
-                    self.carried.append(Carried(module, name, values.get(name, _ABSENT), value, line, said, used))
+                    self.carried.append(Carried(module, name, values.get(name, ABSENT), value, line, said, used))
 
     def forget(self) -> None:
         """Put a `Forgotten` wherever a tensor of the trace was assigned."""
@@ -154,7 +154,7 @@ class Attributes:
     def restore(self) -> None:
         """Give every attribute the value from before the trace; lists and dictionaries stay the objects they are."""
         for (_, name), (module, _, before) in self._written.items():
-            if before is _ABSENT:
+            if before is ABSENT:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = before
@@ -177,8 +177,8 @@ def refuse_carried(root: nn.Module, item: Carried) -> None:
     )
 
 
-_INTERNAL = frozenset(vars(nn.Module()))
-_ABSENT = object()
+INTERNAL = frozenset(vars(nn.Module()))
+ABSENT = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -190,7 +190,7 @@ def _holds_tensor(value: Any) -> bool:
 
 def _text(value: Any, depth: int = 4) -> str:
     """Equal texts for equal plain values; other objects count by their kind."""
-    if value is _ABSENT:
+    if value is ABSENT:
         return "nothing"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)

@@ -26,6 +26,7 @@ from moecompile.capture.lift import Lifter, first_names
 from moecompile.capture.loop_capture import LoopCapture
 from moecompile.capture.marks import Marked
 from moecompile.capture.results import Results
+from moecompile.capture.surroundings import Surroundings
 from moecompile.capture.watch import watched
 from moecompile.compat import FakeTensorMode, TreeSpec, reparametrize_module, tree_flatten, tree_unflatten
 
@@ -81,25 +82,47 @@ def capture_model(
     mode = ir.fake_mode()
     names = first_names(model)
     traced = functools.partial(_traced, model, leaves, in_spec, mode, loss_fn, shapes or {})
-    program, results = traced()
-    changed = results.attributes.carried
-    if changed:  # what the forward remembers has to be settled, and must not show in the graph
-        for item in changed:
-            item.put(item.after)  # export may have put it back
-        try:
-            again, later = traced(followed=changed)
-            moved = [item for item in later.attributes.carried if item.used]
-            moved = moved or (changed if _text(again) != _text(program) else [])
-            if moved:
-                refuse_carried(model, moved[0])
-        except BaseException:
-            results.attributes.restore()
-            raise
-        for item in changed:
-            item.put(item.before)
+    around = Surroundings(model, *([] if loss_fn is None else [loss_fn]))
+    try:
+        program, results = traced()
+        _settled(model, program, results, around, traced)
+        around.forget()
+    except BaseException:
+        around.restore()
+        raise
     results.attributes.forget()
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
     return lifter.finish(type(model).__name__, results, in_spec)
+
+
+def _settled(
+    model: nn.Module,
+    program: torch.export.ExportedProgram,
+    results: Results,
+    around: Surroundings,
+    traced: Callable[..., tuple[torch.export.ExportedProgram, Results]],
+) -> None:
+    """What the forward remembers has to be settled after one call, and must not show in the graph: else `CaptureError`."""
+    changed, plain = results.attributes.carried, around.changed()
+    if not changed and not plain:
+        return
+    for item in changed:
+        item.put(item.after)  # export may have put it back
+    around.follow(plain)
+    try:
+        again, later = traced(followed=changed)
+        for moved in later.attributes.carried:
+            if moved.used:
+                refuse_carried(model, moved)
+        for state in around.moved(plain):
+            state.refuse()
+        if _text(again) != _text(program):
+            refuse_carried(model, changed[0]) if changed else plain[0].refuse()
+    except BaseException:
+        results.attributes.restore()
+        raise
+    for item in changed:
+        item.put(item.before)
 
 
 def _traced(

@@ -21,6 +21,7 @@ from torch.fx import Node
 from moecompile.capture.batch import batch_inputs, globalize
 from moecompile.capture.captured import Captured
 from moecompile.capture.results import find_loss
+from moecompile.capture.surroundings import Surroundings
 from moecompile.capture.where import forward_line
 from moecompile.compat import tree_flatten, tree_unflatten
 from moecompile.errors import CaptureError
@@ -51,6 +52,7 @@ def compare_capture(
     if reason:
         return reason
     inputs = _fresh(model, args, kwargs, num_data_ranks, batch_dims)
+    around = Surroundings(model, *([] if loss_fn is None else [loss_fn]))
     try:
         plain = copy.deepcopy(model)
         before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
@@ -58,6 +60,8 @@ def compare_capture(
             wanted = _of_model(plain, inputs, loss_fn)
     except Exception as error:
         return f"the plain model could not run on a batch drawn from this one ({type(error).__name__}: {error})"
+    finally:
+        around.restore()
     where = f"{forward_line(model)}: the captured graph of {type(model).__name__}"
     for name, buffer in plain.named_buffers():
         if not torch.equal(buffer, before[name]):

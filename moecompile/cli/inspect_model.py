@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from rich.table import Table
 from torch import nn
 
 from moecompile import api
-from moecompile.program import Program
+from moecompile.errors import CaptureError
+from moecompile.program import InputKind, Program
+from moecompile.stages import Relayed, cut_stages
 
-from .loading import load_example, load_model, load_plan, one_example
+from .loading import load_example, load_model, load_plan, one_example, usual_example
 
 NAME = "inspect"
 HELP = "show the MoE layers of a model, how each is recognised, and the program a plan makes of it"
@@ -28,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="package.module:name", help="a module, or what returns one")
     parser.add_argument(
         "--example",
-        required=True,
         metavar="SPEC",
-        help="what one rank passes: name=dtype[sizes]<bound by commas, or package.module:function",
+        help="what one rank passes: name=dtype[sizes]<bound by commas, or package.module:function; token ids if left out",
     )
     parser.add_argument("--plan", metavar="PLAN", help="TOML file, or fields such as dp=4,ep=2 (one rank)")
     parser.add_argument("--dp", type=int, help="data parallel degree")
@@ -43,18 +46,33 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     model = load_model(arguments.model)
     plan = load_plan(arguments.plan, {"dp": arguments.dp, "ep": arguments.ep})
     world_size = None if plan.dp is not None else plan.least_world_size
-    program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
+    example = usual_example(model) if arguments.example is None else one_example(load_example(arguments.example))
+    try:
+        program = api.trace(model, plan, example, world_size=world_size)
+    except CaptureError as error:
+        if arguments.json:
+            print(json.dumps(refusal(error), indent=2))
+        raise
     found = report(model, program)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
     console.print(
-        "\n".join([*_layer_lines(found), *_gather_lines(found)]), highlight=False, markup=False, soft_wrap=True
+        "\n".join([*_layer_lines(found), *_stage_lines(found), *_gather_lines(found)]),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     console.print(_passes(found))
     if arguments.show:
         print(program)
     return 0
+
+
+def refusal(error: CaptureError) -> dict[str, Any]:
+    """What stands in the way, as plain data: the line of the user's code and the sentence."""
+    line = re.search(r"[^\s(]+\.py:\d+", str(error))
+    return {"refused": {"source": _relative(line.group()) if line else "", "reason": str(error)}}
 
 
 def report(model: nn.Module, program: Program) -> dict[str, Any]:
@@ -104,9 +122,48 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
         "world_size": program.plan.world_size,
         "layers": layers,
         "not_layers": [{**item, "source": _relative(item["source"])} for item in program.unrouted],
+        "stages": _stages(program),
         "gathers": gathers,
         "passes": passes,
     }
+
+
+def _stages(program: Program) -> list[dict[str, Any]]:
+    """What each pipeline stage computes, holds and sends; nothing without stages. ``parameters`` counts one rank's share."""
+    if program.layout is None:
+        return []
+    found = []
+    for stage in cut_stages(program):
+        held = {item.fqns: item for item in stage.forward.program.inputs if item.kind is InputKind.PARAM}
+        found.append(
+            {
+                "stage": stage.index,
+                "rank": stage.index % program.plan.pp,
+                "holds": program.layout.described(stage.index),
+                "parameters": sum(math.prod(item.local_shape(program.mesh)) for item in held.values()),
+                "sends": [_sent(item) for item in stage.sent],
+                "sends_back": [_sent(item) for item in stage.sent_grads],
+                "saves": len(stage.saved),
+            }
+        )
+    return found
+
+
+def _sent(item: Relayed) -> str:
+    return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
+
+
+def _stage_lines(found: dict[str, Any]) -> list[str]:
+    """One line a pipeline stage."""
+    lines = []
+    for stage in found["stages"]:
+        sends = f"sends {', '.join(stage['sends'])}" if stage["sends"] else "sends nothing on"
+        back = f", {', '.join(stage['sends_back'])} back" if stage["sends_back"] else ""
+        lines.append(
+            f"stage {stage['stage']} on pipeline rank {stage['rank']}: {stage['holds']}; {stage['parameters']:,} parameters a rank; "
+            f"{sends}{back}"
+        )
+    return lines
 
 
 def _relative(source: str) -> str:

@@ -11,6 +11,7 @@ from ..errors import VerifyError
 from ..program import Program
 from . import values
 from .collectives import check_collectives, check_exchanges, check_transposes
+from .expand import expanded
 from .facts import check_facts
 from .placements import check_partial_values
 from .spread import check_spread, is_due, remember
@@ -29,6 +30,7 @@ def verify_program(program: Program) -> None:
         program.graph.lint()
     except RuntimeError as error:
         raise VerifyError(f"the graph is malformed: {error}") from error
+    whole, program = program, expanded(program)
     check_structure(program)
     check_collectives(program)
     check_partial_values(program)
@@ -36,8 +38,8 @@ def verify_program(program: Program) -> None:
     check_transposes(program)
     check_facts(program)
     if _proves():
-        remember(program)
-        if is_due(program):
+        remember(whole)
+        if is_due(whole):
             check_spread(program)
 
 

@@ -111,6 +111,20 @@ def _reduce_scatter(call: Call) -> Options:
     return locate(call.out_shape, reading.outer)
 
 
+def _all_to_all(call: Call) -> Options:
+    """From parts along one dim to parts along another."""
+    source, reading = call["x"], plain(call.of(call["x"]))
+    split, concat = int(call["split_dim"]), int(call["concat_dim"])
+    if not call.within(call["axis"]):
+        turned = reading.kind is Kind.CUT and reading.dim in (split, concat)
+        return only(UNKNOWN if turned or reading.kind in (Kind.ROWS, Kind.AWAY) else reading)
+    if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or (reading.kind is Kind.SAME and is_even(reading, concat)):
+        return only(reading)
+    if reading != cut(concat):
+        raise ConflictError(f"turns {source.name}, which is {reading}; only parts along dim {concat} may be turned")
+    return only(cut(split))
+
+
 def _local_slice(call: Call) -> Options:
     source, index = call["x"], call.of(call["index"])
     reading = plain(call.of(source))
@@ -160,6 +174,7 @@ RULES: dict[str, Rule] = {
     "moe.all_reduce": _all_reduce,
     "moe.all_gather": _all_gather,
     "moe.reduce_scatter": _reduce_scatter,
+    "moe.all_to_all": _all_to_all,
     "moe.local_slice": _local_slice,
     "moe.local_place": _local_place,
 }

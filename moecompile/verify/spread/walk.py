@@ -18,6 +18,7 @@ from ...errors import VerifyError
 from ...pass_base import Fact
 from ...placement.types import Partial, Placement, Shard
 from ...program import Input, InputKind, Output, OutputKind, Program
+from ..expand import expanded
 from ..report import fault
 from .call import Call, flat
 from .digits import Digits, digits_of
@@ -55,6 +56,7 @@ class Coverage:
 
 def check_spread(program: Program) -> Coverage:
     """Raise a VerifyError at the first value that is not what its ops need, or at an output that is not what it should be."""
+    program = expanded(program)
     halfway = (
         Fact.EXPERTS_SHARDED in program.facts
         and Fact.TOKENS_DISPATCHED not in program.facts
