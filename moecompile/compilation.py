@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import pipeline as pipelines
-from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out
+from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out, note_local_numbers
 from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
@@ -40,9 +40,13 @@ class Request:
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
     """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that are cut already."""
     plan = request.plan
-    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
-    args, kwargs = globalize(args, kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
-    return capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
+    own_args, own_kwargs = first_microbatch(request.args, request.kwargs, plan)
+    args, kwargs = globalize(own_args, own_kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
+    captured = capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
+    if plan.balance_scope == "local" and plan.num_data_ranks > 1:
+        local = capture_model(model, own_args, own_kwargs, loss_fn=request.loss_fn, shapes=shapes)
+        note_local_numbers(captured.graph_module.graph, local.graph_module.graph)
+    return captured
 
 
 def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Arguments:

@@ -17,11 +17,11 @@ from . import graph as graphs
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
-from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
+from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
 from .placement.types import Shard
-from .program import NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
+from .program import AUX, NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor

@@ -201,9 +201,9 @@ class Plan:
             layouts.check_plan(self.pp, self.layout, self.schedule, self.microbatches)
         if self.dispatch not in ("alltoall", "allgather"):
             raise _unsupported("dispatch", self.dispatch, "the backends 'alltoall' and 'allgather'; use one of them")
-        for name in ("balance_scope", "capacity_scope"):
-            if getattr(self, name) != "global":
-                raise _unsupported(name, getattr(self, name), f"the meaning of one process only; leave {name} out")
+        if self.capacity_scope != "global":
+            said = "the meaning of one process only; leave capacity_scope out"
+            raise _unsupported("capacity_scope", self.capacity_scope, said)
         if self.reduce_dtype is not None and self.pp > 1:
             raise _unsupported(
                 "reduce_dtype",

@@ -33,6 +33,7 @@ from .views import MOVES
 Value = tuple[tuple[Reading, ...], ...]
 _MOST = 64  # ways of reading a value; beyond, it counts as not known
 _STAGE = "moe_spread_stage"
+_BEYOND = (LookupError, TypeError, ValueError, ArithmeticError)  # arguments that a rule was not written for
 _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 
 
@@ -283,7 +284,9 @@ class _Walk:
                         known[key] = rule(call)
                     except ConflictError as conflict:
                         known[key] = conflict
-                    else:
+                    except _BEYOND:
+                        known[key] = call.each((UNKNOWN,))
+                    if not isinstance(known[key], ConflictError):
                         self._note(call, known[key])
                 found = known[key]
                 if isinstance(found, ConflictError):
