@@ -66,7 +66,7 @@ OTHERS = [
     (Plan(dp=1, tp=2, ep=2), True),
     (sharded(1, dp=2), False),
     (sharded(2, dp=4, ep=2), True),
-    (sharded(3, dp=1, cp=2), True),
+    (sharded(3, dp=2, cp=2), True),
 ]
 
 
