@@ -32,7 +32,9 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))
 
 
-def build(experts: str = "grouped_mm", layers: int = LAYERS, attention: str = "sdpa") -> nn.Module:
+def build(
+    experts: str = "grouped_mm", layers: int = LAYERS, attention: str = "sdpa", num_experts: int = EXPERTS
+) -> nn.Module:
     """The Hugging Face model with seeded weights. ``experts``: the experts implementation of transformers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -45,7 +47,7 @@ def build(experts: str = "grouped_mm", layers: int = LAYERS, attention: str = "s
         num_key_value_heads=HEADS,
         head_dim=HIDDEN // HEADS,
         max_position_embeddings=SEQUENCE,
-        num_experts=EXPERTS,
+        num_experts=num_experts,
         num_experts_per_tok=TOP_K,
         moe_intermediate_size=EXPERT_WIDTH,
         norm_topk_prob=True,

@@ -15,9 +15,9 @@ from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
 from .parallel_model import ParallelModel
-from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
+from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .plan import Plan
-from .program import Program
+from .program import AUX, Program
 from .reduction import add_up
 from .runtime import process_groups
 from .runtime.executor import tune_allocator

@@ -41,6 +41,9 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+# An operator without a fake rule; caught to name the line that calls it.
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
@@ -144,6 +147,24 @@ def without_autocast() -> Iterator[None]:
         for device in active:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _overload(target: OpOverload) -> str:
+    return f".{target._schema.overload_name}" if target._schema.overload_name else ""
+
+
+def has_kernel(target: OpOverload, device: str) -> bool:
+    """Whether an operator can run on a device; the dispatcher is asked by the name of a key, which the public API cannot."""
+    keys = (
+        device.upper(),
+        "CompositeExplicitAutograd",
+        "CompositeImplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+    )
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(str(target._schema.name) + _overload(target), key)
+        for key in keys
+    )
 
 
 def rename_node(node: Node, name: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import pipeline as pipelines
-from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out
+from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out, note_local_numbers
 from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
@@ -40,9 +40,13 @@ class Request:
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
     """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that are cut already."""
     plan = request.plan
-    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
-    args, kwargs = globalize(args, kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
-    return capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
+    own_args, own_kwargs = first_microbatch(request.args, request.kwargs, plan)
+    args, kwargs = globalize(own_args, own_kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
+    captured = capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
+    if plan.balance_scope == "local" and plan.num_data_ranks > 1:
+        local = capture_model(model, own_args, own_kwargs, loss_fn=request.loss_fn, shapes=shapes)
+        note_local_numbers(captured.graph_module.graph, local.graph_module.graph)
+    return captured
 
 
 def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Arguments:
@@ -190,11 +194,24 @@ def default_pipeline(plan: Plan, *, step: bool) -> str:
         passes = _with_added(_with_options(pipelines.parse(STEP, PASSES), plan), added)
     else:
         passes = pipelines.parse(given, PASSES)
+        _check_said(passes, plan)
     if not step:
         passes = tuple(
             item for item in passes if item.level is not Level.STEP and Fact.DIFFERENTIATED not in item.provides
         )
     return pipelines.to_text(passes)
+
+
+def _check_said(passes: Sequence[Pass], plan: Plan) -> None:
+    """PlanError for a field that a pipeline written out would leave without effect."""
+    if plan.reduce_dtype is None:
+        return
+    wanted = PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype})
+    if wanted not in passes:
+        raise PlanError(
+            f"Plan(reduce_dtype={plan.reduce_dtype!r}): the plan's passes are a whole pipeline without "
+            f"cast-grads{{dtype={plan.reduce_dtype}}}; put that behind sync-loss, or begin passes with '+'."
+        )
 
 
 def _with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -211,4 +228,6 @@ def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
         chosen.append(replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item)  # type: ignore[call-arg]
         if item.name == "recognize-moe" and plan.router_dtype is not None:
             chosen.append(PASSES["cast-router"].from_options({"dtype": plan.router_dtype}))
+        if item.name == "sync-loss" and plan.reduce_dtype is not None:
+            chosen.append(PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype}))
     return tuple(chosen)

@@ -17,11 +17,11 @@ from . import graph as graphs
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
-from .passes.record_metrics import AUX, DROPPED, TOKENS_PER_EXPERT
+from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
 from .placement.types import Shard
-from .program import NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
+from .program import AUX, NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor
@@ -290,11 +290,12 @@ class CompiledCall:
         for item in self.trained:
             grad = outputs[item.output]
             if item.place is not None and item.place < 0:
-                gradients.append(grad.new_empty(0))
+                gradients.append(item.param.new_empty(0))
                 continue
             if item.place is not None:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
-            gradients.append(grad if grad.shape == item.param.shape else grad[: len(item.param)])  # the rest is padding
+            grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
+            gradients.append(grad.to(item.param.dtype))
 
         def finish(found: Gradients) -> Gradients:
             if before_hand_out is not None:

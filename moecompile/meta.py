@@ -22,6 +22,7 @@ _DIFFERENTIATED = "moe_differentiated"
 _STAGE = "moe_stage"
 _WHOLE = "moe_whole"
 _DEFERRED = "moe_deferred"
+_LOCAL = "moe_local_numbers"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 
@@ -202,6 +203,15 @@ def where(node: Node) -> str:
     path, at = module_path(node), source(node)
     text = f"{node.name} in {path}" if path else node.name
     return f"{text} ({at})" if at else text
+
+
+def local_numbers(node: Node) -> dict[int, Any]:
+    """Arguments by their place among all leaves that the same call has at one rank's batch size, where they are others."""
+    return cast(dict[int, Any], node.meta.get(_LOCAL, {}))
+
+
+def set_local_numbers(node: Node, numbers: dict[int, Any]) -> None:
+    node.meta[_LOCAL] = numbers
 
 
 def copy_meta(node: Node) -> dict[str, Any]:

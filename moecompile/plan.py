@@ -57,7 +57,8 @@ class Plan:
     `overrides` maps a module pattern to a placement.  `passes` is a whole pipeline, or `+` and passes that the usual one
     gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
-    `router_dtype` and `reduce_dtype` of None keep the model's own.  `timeout` is in seconds.
+    `router_dtype` and `reduce_dtype` of None keep the model's own; gradients are summed over ranks and microbatches in
+    `reduce_dtype` and rounded once.  `timeout` is in seconds.
 
     Raises PlanError naming field, value, rule and the nearest legal values.
     """
@@ -200,12 +201,14 @@ class Plan:
             layouts.check_plan(self.pp, self.layout, self.schedule, self.microbatches)
         if self.dispatch not in ("alltoall", "allgather"):
             raise _unsupported("dispatch", self.dispatch, "the backends 'alltoall' and 'allgather'; use one of them")
-        for name in ("balance_scope", "capacity_scope"):
-            if getattr(self, name) != "global":
-                raise _unsupported(name, getattr(self, name), f"the meaning of one process only; leave {name} out")
-        if self.reduce_dtype is not None:
+        if self.capacity_scope != "global":
+            said = "the meaning of one process only; leave capacity_scope out"
+            raise _unsupported("capacity_scope", self.capacity_scope, said)
+        if self.reduce_dtype is not None and self.pp > 1:
             raise _unsupported(
-                "reduce_dtype", self.reduce_dtype, "gradients reduced in their own type; leave reduce_dtype out"
+                "reduce_dtype",
+                self.reduce_dtype,
+                "pipeline stages that sum gradients in their own type; leave reduce_dtype out",
             )
         if self.deterministic:
             raise _unsupported(

@@ -93,6 +93,9 @@ class OutputKind(enum.Enum):
     SAVED = "saved"  # kept for a separate backward graph
 
 
+AUX = "aux"  # METRIC: what the loss holds for a layer's router
+
+
 @dataclass(frozen=True)
 class Output:
     """One element of the output tuple.

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from moecompile.pass_base import Pass
 
 from .canonicalize import Canonicalize
+from .cast_grads import CastGrads
 from .cast_router import CastRouter
 from .differentiate import Differentiate
 from .fuse_experts import FuseExperts
@@ -45,6 +46,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     SplitStages,
     Differentiate,
     SyncLoss,
+    CastGrads,
     ShardParams,
     SyncGrads,
     Canonicalize,

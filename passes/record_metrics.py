@@ -20,12 +20,11 @@ from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.pass_base import Fact, Pass, PassContext
 from moecompile.placement.types import PARTIAL, Placement
-from moecompile.program import Output, OutputKind, Program
+from moecompile.program import AUX, Output, OutputKind, Program
 
 aten = torch.ops.aten
 TOKENS_PER_EXPERT = "tokens_per_expert"
 DROPPED = "dropped"
-AUX = "aux"
 
 # the same number in another type or shape
 _COPIES = {

@@ -5,7 +5,8 @@ After:   this rank's share of the batch; collectives where a placement must chan
 
 Batch inputs are cut along dim 0 over dp. Everything else follows from the rules in ``moecompile/placement``: only shape arguments
 become local, a constant used as a value (the divisor of a mean) stays global. What no rule can place is gathered, runs whole on
-every rank and is listed in ``program.gathers``, or is refused with ``Plan(strict=True)``. Does nothing when dp == 1.
+every rank and is listed in ``program.gathers``, or is refused with ``Plan(strict=True)``. With ``Plan(balance_scope="local")`` balance
+losses are the mean of those of each rank's own batch. Does nothing when dp == 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.placement.local_scope import LocalBalance
 from moecompile.placement.outputs import finish, note_rows, trained_values
 from moecompile.placement.table import sharder
 from moecompile.placement.types import REPLICATE, Placement
@@ -44,8 +46,11 @@ class ShardDense(Pass):
             placed: Placement = dict(item.placements).get("dp", REPLICATE)
             walk.add_placeholder(node, {"dp": placed})
             cut += placed != REPLICATE
+        local = LocalBalance(ctx.program, "dp", ranks) if ranks > 1 and ctx.plan.balance_scope == "local" else None
         for node in graph.graph.nodes:
-            if node.op == "call_function":
+            if local is not None and node in local.own:
+                local.visit(walk, node)
+            elif node.op == "call_function":
                 walk.visit(node)
         if ranks == 1:  # results of microbatches are joined where the batch lies in them
             note_rows(ctx.program, walk, "dp")

@@ -23,7 +23,7 @@ from moecompile.capture.functional import Handle
 from moecompile.capture.identities import as_conversion, is_identity
 from moecompile.capture.transpose import transpose
 from moecompile.capture.watch import storage_key
-from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload
+from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload, has_kernel
 from moecompile.errors import CaptureError
 
 aten = torch.ops.aten
@@ -110,6 +110,7 @@ class Builder:
         args = map_arg(args, lambda item: self._operand(env[item]))
         kwargs = map_arg(kwargs, lambda item: self._operand(env[item]))
         args, kwargs = self._autocast(node, target, args, kwargs)
+        _check_kernel(node, target)
         made = self._insert(node, target, args, kwargs, node.meta.get("val"))
         parent = env.get(source) if source is not None else None
         if isinstance(parent, Handle) and _same_storage(node, source):
@@ -265,6 +266,16 @@ class Builder:
         if shared:
             self._weight_casts[node, dtype] = made
         return made
+
+
+def _check_kernel(node: Node, target: Any) -> None:
+    """`CaptureError` for an operator of another package that has no kernel where its tensors are."""
+    found = [meta.tensor(item) for item in node.all_input_nodes if meta.is_tensor(item)]
+    if isinstance(target, OpOverload) and found and not has_kernel(target, found[0].device.type):
+        raise CaptureError(
+            f"{meta.source(node)}: {target} has no kernel for {found[0].device.type}, where its arguments are; move model and "
+            f"batch to a device that it has one for, or use another implementation there."
+        )
 
 
 def _op_name(target: Any) -> str:

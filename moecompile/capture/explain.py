@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 
 from moecompile.capture.where import raising_line
-from moecompile.compat import GuardOnDataDependentSymNode
+from moecompile.compat import GuardOnDataDependentSymNode, UnsupportedOperatorException
 from moecompile.errors import CaptureError
 
 # These log their own account of an error that is raised as well.
@@ -42,6 +42,11 @@ def errors_explained(model: str) -> Iterator[None]:
         raise CaptureError(
             f"{raising_line(error)}: a branch, a size or a number depends on tensor values, which are not known "
             f"when the model is captured; use torch.where or masks, or decide it outside the model."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise CaptureError(
+            f"{raising_line(error)}: {error.func} says nothing of the shape of its result, so that it cannot be captured; register it "
+            f"with torch.library.register_fake, or mark the layer with mc.mark_moe."
         ) from error
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]

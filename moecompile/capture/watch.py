@@ -19,7 +19,7 @@ from moecompile.capture.attributes import Attributes
 from moecompile.capture.custom_function import functions_traced
 from moecompile.capture.followed import unfollowed
 from moecompile.capture.transforms import vmap_unrolled
-from moecompile.capture.where import current_line, forward_line, module_name
+from moecompile.capture.where import asked_by_user, current_line, forward_line, module_name
 from moecompile.errors import CaptureError
 
 # Methods that change their first argument without a trailing underscore.
@@ -45,6 +45,9 @@ _IN_PLACE = frozenset(
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_", "rename_", "share_memory_"})
 
 
+_AS_TEXT = frozenset({"__repr__", "__str__", "__format__"})
+
+
 def is_in_place(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
 
@@ -58,6 +61,11 @@ class _MutationWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _AS_TEXT and asked_by_user():
+            raise CaptureError(
+                f"{current_line()}: the forward prints a tensor or makes text of it, which would happen once, without its "
+                f"values; return the tensor and print it outside."
+            )
         written = args[:1] if is_in_place(getattr(func, "__name__", "")) else ()
         if "out" in kwargs:
             written = (*written, kwargs["out"])

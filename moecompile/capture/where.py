@@ -29,6 +29,18 @@ def current_line() -> str:
     return ""
 
 
+def asked_by_user() -> bool:
+    """Whether the method of a tensor that is running was called by a user's line, not from inside torch."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_passed_on(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def _is_passed_on(path: str) -> bool:
+    return path.startswith(_CAPTURE) or path in (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
+
+
 def raising_line(error: BaseException) -> str:
     """``file:line`` of the innermost user frame that ``error`` passed through, '' when there is none."""
     frames = traceback.extract_tb(error.__traceback__)

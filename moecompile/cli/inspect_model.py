@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from rich.table import Table
 from torch import nn
 
 from moecompile import api
+from moecompile.errors import CaptureError
 from moecompile.program import InputKind, Program
 from moecompile.stages import Relayed, cut_stages
 
-from .loading import load_example, load_model, load_plan, one_example
+from .loading import load_example, load_model, load_plan, one_example, usual_example
 
 NAME = "inspect"
 HELP = "show the MoE layers of a model, how each is recognised, and the program a plan makes of it"
@@ -30,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="package.module:name", help="a module, or what returns one")
     parser.add_argument(
         "--example",
-        required=True,
         metavar="SPEC",
-        help="what one rank passes: name=dtype[sizes]<bound by commas, or package.module:function",
+        help="what one rank passes: name=dtype[sizes]<bound by commas, or package.module:function; token ids if left out",
     )
     parser.add_argument("--plan", metavar="PLAN", help="TOML file, or fields such as dp=4,ep=2 (one rank)")
     parser.add_argument("--dp", type=int, help="data parallel degree")
@@ -45,7 +46,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     model = load_model(arguments.model)
     plan = load_plan(arguments.plan, {"dp": arguments.dp, "ep": arguments.ep})
     world_size = None if plan.dp is not None else plan.least_world_size
-    program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
+    example = usual_example(model) if arguments.example is None else one_example(load_example(arguments.example))
+    try:
+        program = api.trace(model, plan, example, world_size=world_size)
+    except CaptureError as error:
+        if arguments.json:
+            print(json.dumps(refusal(error), indent=2))
+        raise
     found = report(model, program)
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -60,6 +67,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.show:
         print(program)
     return 0
+
+
+def refusal(error: CaptureError) -> dict[str, Any]:
+    """What stands in the way, as plain data: the line of the user's code and the sentence."""
+    line = re.search(r"[^\s(]+\.py:\d+", str(error))
+    return {"refused": {"source": _relative(line.group()) if line else "", "reason": str(error)}}
 
 
 def report(model: nn.Module, program: Program) -> dict[str, Any]:

@@ -81,6 +81,26 @@ def load_example(text: str) -> Any:
     return made
 
 
+_TOKENS = {"input_ids", "ids", "tokens", "labels", "targets"}
+
+
+def usual_example(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What one rank may pass where nothing is said: two sequences of 16 token ids, and labels where the forward takes some.
+
+    CaptureError for a model without an embedding, or with an argument that is not known by its name.
+    """
+    known = inspect.signature(model.forward).parameters
+    names = [name for name, item in known.items() if name in _TOKENS or (item.default is item.empty and item.kind < 2)]
+    vocabularies = [item.num_embeddings for item in model.modules() if isinstance(item, nn.Embedding)]
+    if not names or not vocabularies or not _TOKENS.issuperset(names):
+        raise CaptureError(
+            f"--example is needed: {type(model).__name__}.forward{inspect.signature(model.forward)} does not take token ids alone; "
+            "write name=dtype[sizes], for example x=float32[8,64]."
+        )
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(vocabularies[0], (2, 16), generator=generator) for name in names}
+
+
 def takes_rank(example: Any) -> bool:
     """Whether it is a function of the data rank."""
     return callable(example) and len(inspect.signature(example).parameters) == 1

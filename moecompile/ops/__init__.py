@@ -24,7 +24,7 @@ from moecompile.ops.fused import (
 from moecompile.ops.graft import graft
 from moecompile.ops.random import fold_seed, global_rows, uniform, uniform_rows
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
-from moecompile.ops.sharding import local_place, local_slice
+from moecompile.ops.sharding import local_place, local_slice, own_index
 from moecompile.ops.uneven import all_gather_rows, gathered_sizes_to_host, reduce_scatter_rows
 
 # Position of the mesh axis (when bound: the process-group name) among the arguments of each collective.
@@ -78,6 +78,7 @@ __all__ = [
     "grouped_sum",
     "local_place",
     "local_slice",
+    "own_index",
     "permute",
     "permute_local",
     "reduce_scatter",

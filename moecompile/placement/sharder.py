@@ -123,6 +123,10 @@ class Sharder:
         made = emitter(self, node, decisions) if emitter is not None else None
         return made if made is not None else self.emit(node, node.args, node.kwargs, decisions)
 
+    def place_as(self, node: Node, made: Node, placed: Mapping[str, Placement]) -> None:
+        """Take ``made``, which a pass has computed by itself, for this rank's part of ``node``."""
+        self._record(node, made, placed)
+
     def _visit_getitem(self, node: Node) -> None:
         source, index = node.args
         assert isinstance(source, Node) and isinstance(index, int)

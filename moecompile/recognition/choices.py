@@ -117,9 +117,9 @@ def _over_last_axis(node: Node, scores: Node, position: int) -> bool:
 
 def _choices(node: Node, ids: Node, chosen: Node | None, scores: Node) -> list[Choice]:
     """A sort chooses where its first K positions are taken."""
-    options = meta.tensor(scores).shape[-1]
-    if not isinstance(options, int):
-        return []
+    options = int(meta.tensor(scores).shape[-1]) if isinstance(meta.tensor(scores).shape[-1], int) else 0
+    if not all(isinstance(size, int) for size in meta.tensor(scores).shape):
+        return []  # a router inside an expert: of rows that another decision picked
     if node.target in (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable):
         cuts = [user for user in ids.users if _takes_first(user, meta.tensor(ids).dim() - 1)]
         return [_choice(node, cut, None, options, int(meta.tensor(cut).shape[-1])) for cut in cuts]

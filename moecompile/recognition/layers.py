@@ -52,9 +52,10 @@ def find_layers(
     for choice in choices:
         if choice.node not in known:
             finder.find(choice)
+    found = finder.all()
     if unrouted is not None:
         unrouted += finder.unrouted
-    return finder.all()
+    return found
 
 
 class _Finder:
@@ -78,7 +79,7 @@ class _Finder:
         self.order = positions(graph)
         self.layers: list[Layer] = []
         self.unrouted: list[Unrouted] = []
-        self.refusals: list[tuple[Choice, bool, CaptureError]] = []  # with whether rows were picked
+        self.refusals: list[tuple[Choice, Proposal, CaptureError]] = []
 
     def find(self, choice: Choice) -> None:
         """The layers of one decision."""
@@ -97,7 +98,7 @@ class _Finder:
         try:
             self._read(region, proposal)
         except CaptureError as error:
-            self.refusals.append((choice, bool(proposal.components) and not proposal.dense, error))
+            self.refusals.append((choice, proposal, error))
 
     def find_joined(self, choice: Choice) -> bool:
         """Whether the parts of a decision make up a layer together."""
@@ -123,10 +124,26 @@ class _Finder:
 
     def all(self) -> list[Layer]:
         """The layers in graph order; the first refusal of a decision that is no part of their routers is raised."""
-        for choice, picks, error in self.refusals:
-            if picks or not any(choice.node in _router(layer) for layer in self.layers):
-                raise error
+        refused = []
+        for choice, proposal, error in self.refusals:
+            picks = bool(proposal.components) and not proposal.dense
+            if self._is_shared(proposal):
+                self.unrouted.append(
+                    Unrouted(choice.node, "several decisions weigh the results of the same experts there")
+                )
+            elif picks or not any(choice.node in _router(layer) for layer in self.layers):
+                refused.append(error)
+        if refused:
+            raise refused[0]
         return sorted(self.layers, key=lambda layer: self.order[layer.match.result])
+
+    def _is_shared(self, proposal: Proposal) -> bool:
+        """Whether every expert computes on all tokens, once for several decisions."""
+        exits = [
+            {component.exit for component in other.components} for _, other, _ in self.refusals if other is not proposal
+        ]
+        own = {component.exit for component in proposal.components}
+        return proposal.dense and any(own & others for others in exits)
 
 
 def _router(layer: Layer) -> set[Node]:

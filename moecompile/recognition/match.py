@@ -67,12 +67,21 @@ class Matcher:
         given = {self.tokens, *self.choice.starts} - ({self.choice.node} - {self.choice.ids, *self.choice.parts})
         each = list(range(max(self.num_experts, len(bodies))))
         needs = self._stand_ins(each, lambda expert, rows: rows, Scale())
+        # behind the sum may stand another layer, whose rows nobody knows here
+        self.results = [
+            one for one in self.results if self._is_known(self.setup.cone([one], given, needs))
+        ] or self.results
         self.cone = self.setup.cone(self.results, given, needs)
         self.weights = find_weights(region, self.cone, self.results)
         sources = [node for node in self.cone if node not in {*given, *needs} and self.setup.is_source(node)]
         self.scale = choose_scale(self.cone, sources, self.choice, self.tokens, self.width)
         self._check_cost()
         self.num_tokens = self.scale.size(self.choice.num_tokens)
+
+    def _is_known(self, cone: list[Node]) -> bool:
+        """Whether what has to be drawn for a result has sizes that are known."""
+        drawn = [meta.tensor(node) for node in cone if self.setup.is_source(node)]
+        return all(isinstance(size, int) for found in drawn for size in found.shape)
 
     def _is_scaled(self, entry: Node) -> bool:
         """Whether rows come in multiplied by a factor of the decision."""

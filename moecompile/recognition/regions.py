@@ -10,6 +10,7 @@ import heapq
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +79,30 @@ class Region:
                     seen.add(source)
                     todo.append(source)
         return seen
+
+    @cached_property
+    def masks(self) -> set[Node]:
+        """Routed values that say who was chosen and how much it counts, without features of tokens or of experts."""
+        before, found = ir.ancestors(self.choice.node), set(self.choice.starts)
+        for node in sorted(self.routed - found, key=self.order.__getitem__):
+            outside = [
+                item
+                for item in node.all_input_nodes
+                if item not in found and item not in self.static and meta.is_tensor(item)
+            ]
+            if any(item in self.routed for item in outside):
+                continue
+            if all(self._is_narrow(item, item in before) for item in outside):
+                found.add(node)
+        return found
+
+    def _is_narrow(self, node: Node, before: bool) -> bool:
+        """No features: an index, a number for each token, or one for each option; less, too, of what was there ``before``."""
+        found, options = meta.tensor(node), self.choice.num_options
+        if not found.is_floating_point() or found.dim() < 2 or str(found.shape[-1]) == "1":
+            return True
+        last = found.shape[-1]
+        return isinstance(last, int) and (last == options or (before and last < options))
 
     def _users(self) -> list[Node]:
         """What reads a routed value, in graph order."""
@@ -178,6 +203,8 @@ class Region:
             return False
         if any(item in self.routed and item not in self.early for item in node.all_input_nodes):
             return False  # a later layer's decision
+        if node.target in _PRODUCTS and self.masks.isdisjoint(node.all_input_nodes):
+            return False  # an attention behind the experts
         return any(meta.tensor(item).dim() > 1 for item in self.outer_sources(node))
 
     def outer_sources(self, node: Node) -> list[Node]:
@@ -261,6 +288,8 @@ class Region:
         for node in sorted(self.routed, key=self.order.__getitem__):
             if node is self.choice.node or node in self.behind or node.op == "output":
                 continue
+            if self.masks.isdisjoint(node.all_input_nodes):
+                continue
             added = node.target in (aten.add.Tensor, aten.sub.Tensor)
             for item in rowwise.tensor_inputs(node):
                 if item not in self.routed and item not in self.static and meta.is_tensor(item):
@@ -307,8 +336,9 @@ class Region:
         return found
 
 
+_PRODUCTS = frozenset({aten.einsum.default, aten.bmm.default, aten.matmul.default, aten.mm.default})
 # Rows picked by the decision: by an index, a split, or a product with a dispatch mask.
-_PICKS = frozenset(
+_PICKS = _PRODUCTS | frozenset(
     {
         aten.index.Tensor,
         aten.index_select.default,
@@ -317,10 +347,6 @@ _PICKS = frozenset(
         aten.narrow.default,
         aten.slice.Tensor,
         aten.select.int,
-        aten.einsum.default,
-        aten.bmm.default,
-        aten.matmul.default,
-        aten.mm.default,
         operator.getitem,
     }
 )

@@ -27,7 +27,7 @@ from tests.support.parity import slice_for
 aten = torch.ops.aten
 CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
 STACKED = Config("stacked")  # float64, gate and up in one weight
-PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
+PLAN = Plan(dp=4, ep=2, router_dtype="fp32", reduce_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
 # what a data rank's batch is cut further for: passes that have nothing to do under the plan above
 INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
@@ -161,6 +161,15 @@ def gradients_summed(program: Program) -> None:
         assert found.target is ops.all_reduce and found.args[2] == ("edp" if cut else "dp"), item.name
 
 
+def gradients_cast(program: Program) -> None:
+    found = [
+        meta.tensor(node).dtype
+        for node, item in zip(program.output_nodes(), program.outputs, strict=True)
+        if item.kind is OutputKind.GRAD
+    ]
+    assert set(found) == {torch.float32}
+
+
 def params_sharded(program: Program) -> None:
     """A rank holds a quarter of what is dense and half of its experts, and returns gradients of that size."""
     every = sum(param.numel() for param in build(CONFIG).parameters())
@@ -221,6 +230,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "split-stages": stages_split,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
+    "cast-grads": gradients_cast,
     "shard-params": params_sharded,
     "sync-grads": gradients_summed,
     "canonicalize": canonical,

@@ -147,6 +147,41 @@ def list_of_values(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * sum(x[0].tolist())
 
 
+def prints_values(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    print(y.sum())
+    return y
+
+
+def formats(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.note = f"mean {y.mean()}"
+    return y
+
+
+_LIBRARY = torch.library.Library("moecompile_test", "DEF")
+_LIBRARY.define("elsewhere(Tensor x) -> Tensor")
+_LIBRARY.impl("elsewhere", lambda x: x * 2, "CUDA")
+torch.library.register_fake("moecompile_test::elsewhere", torch.empty_like, lib=_LIBRARY)
+_LIBRARY.define("shapeless(Tensor x) -> Tensor")
+_LIBRARY.impl("shapeless", lambda x: x * 2, "CUDA")
+
+
+def kernel_of_another_device(self: Any, x: Tensor) -> Tensor:
+    found: Tensor = torch.ops.moecompile_test.elsewhere(self.linear(x))
+    return found
+
+
+def kernel_without_a_shape(self: Any, x: Tensor) -> Tensor:
+    found: Tensor = torch.ops.moecompile_test.shapeless(self.linear(x))
+    return found
+
+
+def memory_of_a_tensor(self: Any, x: Tensor) -> Tensor:
+    """What a call into a C or Triton kernel begins with."""
+    return self.linear(x) * (1 if self.linear(x).data_ptr() else 2)
+
+
 def broken(self: Any, x: Tensor) -> Tensor:
     return self.linear(x[:, :3])
 
@@ -172,6 +207,11 @@ REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (item, "reads a number out of a tensor.*keep it a tensor"),
     (as_float, "depends on tensor values.*torch.where"),
     (list_of_values, "reads a number out of a tensor.*keep it a tensor"),
+    (prints_values, "prints a tensor or makes text of it.*return the tensor"),
+    (formats, "prints a tensor or makes text of it.*return the tensor"),
+    (kernel_of_another_device, "moecompile_test.elsewhere.default has no kernel for cpu.*move model and batch"),
+    (kernel_without_a_shape, "moecompile_test.shapeless.default says nothing of the shape.*register_fake.*mark_moe"),
+    (memory_of_a_tensor, "stopped with RuntimeError.*report what it uses"),
     (broken, "stopped with RuntimeError.*check that the plain model runs"),
 ]
 
@@ -215,7 +255,7 @@ def test_patches_are_taken_back_after_a_refusal() -> None:
 
 
 def prints(self: Any, x: Tensor) -> Tensor:
-    print("shape", x.shape, x.sum())
+    print("shape", x.shape, x.dtype)
     return self.linear(x)
 
 

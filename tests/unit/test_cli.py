@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,16 @@ def test_inspect_says_what_is_refused(capsys):
     assert main([*argv, "--dp", "2"]) == 2
     told = capsys.readouterr().err
     assert "moe_look_alikes.py:" in told and "routes tokens to experts, but" in told and "accepted forms" in told
+    assert main([*argv, "--dp", "2", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["refused"]
+    assert re.fullmatch(r"tests/support/moe_\w+\.py:\d+", found["source"]) and "accepted forms" in found["reason"]
+
+
+def test_inspect_without_an_example(capsys):
+    assert main(["inspect", "--model", MODEL, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 1
+    assert main(["inspect", "--model", "tests.support.moe_look_alikes:ShiftedRows"]) == 2
+    assert "--example is needed: ShiftedRows.forward(x: " in capsys.readouterr().err
 
 
 def test_inspect_in_words_and_the_program(capsys):

@@ -108,7 +108,7 @@ def _reduce_scatter(call: Call) -> Options:
         raise ConflictError(
             f"adds up {source.name} over {call['axis']}, which is {reading}; only a sum of parts may be taken"
         )
-    return only(cut(0)) if reading.outer == 1 else locate(call.out_shape, reading.outer)
+    return locate(call.out_shape, reading.outer)
 
 
 def _all_to_all(call: Call) -> Options:

@@ -76,25 +76,24 @@ def _count(program: Program, *, forward: bool = False) -> Counter[Key]:
     """Different calls with each number: one that is made of the whole and once more of a part of it counts once."""
     numbers = _numbered(program.graph.nodes, CARRIERS | _MOVERS)
     found = {
-        numbers[node]: _key(node)
+        (numbers[node], _key(node))
         for node in program.graph.nodes
         if factor(node) is not None
         and not _is_neutral(node)
         and not (forward and meta.direction(node) is meta.Direction.BACKWARD)
     }
-    return Counter(found.values())
+    return Counter(key for _, key in found)
 
 
 def _divisions(program: Program) -> Counter[Key]:
-    """Divisions by a whole number that an output depends on; equal calls count once, whatever views lie between."""
+    """Divisions by a whole number that an output depends on; equal calls count once, for the first line, whatever views lie between."""
     live = ancestors(program.graph.output_node())
     nodes = [node for node in program.graph.nodes if node in live]
     numbers = _numbered(nodes, CARRIERS)
-    found = {
-        numbers[node]: _key(node)
-        for node in nodes
-        if isinstance(factor(node), int) and factor(node) > 1 and _key(node)[1] == "div"
-    }
+    found: dict[int, Key] = {}
+    for node in nodes:
+        if isinstance(factor(node), int) and factor(node) > 1 and _key(node)[1] == "div":
+            found.setdefault(numbers[node], _key(node))
     return Counter(found.values())
 
 
