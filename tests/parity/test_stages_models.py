@@ -16,6 +16,7 @@ from tests.support.models import Config, build, tokens
 from tests.support.parity import difference, slice_for
 from tests.support.pool import Ranks, parallel
 from tests.support.staged import microbatches
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(260)
 PP = Plan(dp=1, pp=2, microbatches=2)
@@ -32,8 +33,16 @@ def one_step(rank: int, name: str, plan: Plan, batch: dict[str, Tensor]) -> dict
         return {"loss": out.loss.detach(), "grads": grads, "logits": logits}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("plan", [PP, Plan(dp=2, pp=2, ep=2, microbatches=2)], ids=["pp2", "pp2-dp2-ep2"])
+FOLDED = Plan(dp=2, pp=2, ep=2, microbatches=2)
+MODELS = {
+    "mixtral-pp2-dp2-ep2": ("mixtral", FOLDED),
+    "mixtral-pp2": ("mixtral", PP),
+    "deepseek_v3-pp2": ("deepseek_v3", PP),
+    "deepseek_v3-pp2-dp2-ep2": ("deepseek_v3", FOLDED),
+}
+
+
+@pytest.mark.parametrize(("name", "plan"), thinned(MODELS))
 def test_hugging_face_models(ranks: Ranks, name: str, plan: Plan) -> None:
     """A stage with dense layers only, shared experts; the loss over the valid tokens of the step."""
     batch = hf_models.batch(size=4)
