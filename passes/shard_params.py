@@ -331,7 +331,7 @@ def _turned(node: Node, order: list[int], make: Any, *, copy: bool = False) -> N
     if order == sorted(order):
         return node
     found: Node = make(aten.permute.default, node, order)
-    return make(aten.clone.default, found, memory_format=torch.contiguous_format) if copy else found  # type: ignore[no-any-return]
+    return make(aten.clone.default, found, memory_format=torch.contiguous_format) if copy else found
 
 
 def _split(graph: Graph, found: Node, members: list[_Member], make: Any) -> list[Node]:

@@ -37,7 +37,8 @@ def expanded(program: Program) -> Program:
         elif node in buckets.values():
             continue  # read by the collective alone
         elif node in buckets:
-            write, members = _Writer(made, node), buckets[node].args[0]
+            write = _Writer(made, node)
+            members: Any = buckets[node].args[0]
             env[node] = [write(node.target, env[member], *node.args[1:]) for member in members]
             env[next(iter(node.users))] = env[node]
         elif node in env:
