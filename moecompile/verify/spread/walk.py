@@ -154,6 +154,9 @@ class _Walk:
                 if _is_unknown(ways):
                     self.coverage.unproved.append(f"{item.kind.value} {item.name}")
                 continue
+            if item.kind is OutputKind.METRIC and not self.scales.metrics_known:
+                self.coverage.unproved.append(f"{item.kind.value} {item.name}")
+                continue
             at = next(at for at, due in enumerate(wanted) if not _is(ways[0][at], due))
             what = (
                 f"the gradient of {item.name}"
