@@ -175,6 +175,7 @@ def rename_node(node: Node, name: str) -> None:
 no_torch_function: Any = _disabled_torch_function_impl
 
 # One call for a list of tensors; optimizers use them, the public API has none.
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

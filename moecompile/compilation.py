@@ -184,16 +184,41 @@ def as_program(captured: Captured, request: Request) -> Program:
 
 
 def default_pipeline(plan: Plan, *, step: bool) -> str:
-    """The plan's own pipeline, else the preset; a call without backward leaves out the passes of the step level."""
-    text = plan.passes or STEP
-    passes = pipelines.parse(text, PASSES)
-    if plan.passes is None:
-        passes = _with_options(passes, plan)
+    """The plan's own pipeline, else the preset; a call without backward leaves out the passes of the step level.
+
+    A plan whose ``passes`` begin with ``+`` has the preset and these: each where it usually stands, in place of one of its name.
+    """
+    given = (plan.passes or "+").strip()
+    if given.startswith("+"):
+        added = pipelines.parse(given[1:], PASSES)
+        passes = _with_added(_with_options(pipelines.parse(STEP, PASSES), plan), added)
+    else:
+        passes = pipelines.parse(given, PASSES)
+        _check_said(passes, plan)
     if not step:
         passes = tuple(
             item for item in passes if item.level is not Level.STEP and Fact.DIFFERENTIATED not in item.provides
         )
     return pipelines.to_text(passes)
+
+
+def _check_said(passes: Sequence[Pass], plan: Plan) -> None:
+    """PlanError for a field that a pipeline written out would leave without effect."""
+    if plan.reduce_dtype is None:
+        return
+    wanted = PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype})
+    if wanted not in passes:
+        raise PlanError(
+            f"Plan(reduce_dtype={plan.reduce_dtype!r}): the plan's passes are a whole pipeline without "
+            f"cast-grads{{dtype={plan.reduce_dtype}}}; put that behind sync-loss, or begin passes with '+'."
+        )
+
+
+def _with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The preset with some passes more, or with other options."""
+    order, names = list(PASSES), {item.name for item in added}
+    kept = [item for item in passes if item.name not in names]
+    return tuple(sorted([*kept, *added], key=lambda item: order.index(item.name)))
 
 
 def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
@@ -203,4 +228,6 @@ def _with_options(passes: Sequence[Pass], plan: Plan) -> tuple[Pass, ...]:
         chosen.append(replace(item, backend=plan.dispatch) if item.name == "insert-dispatch" else item)  # type: ignore[call-arg]
         if item.name == "recognize-moe" and plan.router_dtype is not None:
             chosen.append(PASSES["cast-router"].from_options({"dtype": plan.router_dtype}))
+        if item.name == "sync-loss" and plan.reduce_dtype is not None:
+            chosen.append(PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype}))
     return tuple(chosen)

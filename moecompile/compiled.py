@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from . import graph as graphs
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
-from .passes.normalize_loss import NUM_VALID
 from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
+from .phases import KeptParameters, Phases, split_phases
 from .placement.types import Shard
-from .program import AUX, Input, InputKind, Level, Output, OutputKind, Program
+from .program import AUX, NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
 from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor
@@ -63,13 +63,16 @@ class CompiledCall:
     def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
         self.mesh: Mesh = program.mesh
+        self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
+        self.phases = split_phases(program) if program.layout is None and not self.differentiable else Phases(program)
         self.executor = self._bind()
+        self.kept = KeptParameters(self.phases.head, groups, weights) if self.phases.head is not None else None
+        self.reduction = Executor(self.phases.tail, groups) if self.phases.tail is not None else None
         self.results = Results(groups)
         self.parts = program.plan.microbatches if self._has_loss() else 1
         self.metrics: dict[
             tuple[str, str], tuple[Tensor, tuple[str, ...]]
         ] = {}  # by layer and quantity; the axes it is a share on
-        self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
         self.trained = self._find_trained()
         self._counter = self._count_program()
 
@@ -81,21 +84,37 @@ class CompiledCall:
 
     def _bind(self) -> Executor | None:
         """What runs the whole program; None where its stages run one by one."""
-        return Executor(self.program, self.groups)
+        return Executor(self.phases.body, self.groups)
 
     def _run_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's outputs over all microbatches of a call."""
-        runs = [self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
-        if len(runs) == 1:
-            return runs[0]
+        if self.kept is not None:
+            self.kept.refresh()
+        runs = (self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves))
+        outputs = self._joined(runs)
+        if self.reduction is None:
+            return outputs
+        return self.phases.finish(outputs, self.reduction)
+
+    def _joined(self, runs: Iterator[Sequence[Any]]) -> Sequence[Any]:
+        """The outputs of all runs together; what is summed is added up as it comes."""
+        items, first = self.phases.body.outputs, next(runs)
+        found, lists = list(first), [[value] for value in first]
+        for run in runs:
+            for at, (item, value) in enumerate(zip(items, run, strict=True)):
+                if item.kind is OutputKind.USER:
+                    lists[at].append(value)
+                else:
+                    found[at] = found[at] + value
         return [
-            self._join(item, found) for item, found in zip(self.program.outputs, zip(*runs, strict=True), strict=True)
+            self._join(item, values) if len(values) > 1 else value
+            for item, values, value in zip(items, lists, found, strict=True)
         ]
 
     def _run(self, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Sequence[Any]:
         assert self.executor is not None
         if not self.differentiable:
-            return self.executor([self._value(item, leaves, scales) for item in self.program.inputs])
+            return self.executor([self._value(item, leaves, scales) for item in self.phases.body.inputs])
         shared = self._shared_weights()
         return self.executor(
             [
@@ -121,6 +140,8 @@ class CompiledCall:
     def _value(self, item: Input, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Any:
         if item.kind in (InputKind.PARAM, InputKind.BUFFER):
             return self.weights.value(item)
+        if item.kind is InputKind.GATHERED:
+            return self.weights.kept[item.fqns]
         if item.kind is InputKind.CONSTANT:
             return self.program.constants[item.name]
         if item.kind is InputKind.BATCH:
@@ -163,8 +184,8 @@ class CompiledCall:
         scales = self._valid_tokens(parts)
         return [(part, scales) for part in parts]
 
-    def _count_program(self) -> tuple[Executor, list[Output]] | None:
-        """The part of the program that counts valid tokens, as a program of its own."""
+    def _count_program(self) -> tuple[Executor, list[Output], set[str]] | None:
+        """The part of the program that counts valid tokens, as a program of its own, and the inputs that it reads."""
         program = self.program
         wanted = [
             (found, item)
@@ -178,18 +199,24 @@ class CompiledCall:
             graphs.extract(program.graph, [found for found, _ in wanted if isinstance(found, Node)]),
         )
         counting = replace(program, graph_module=module, outputs=[item for _, item in wanted], level=Level.MODEL)
-        return Executor(counting, self.groups), [item for _, item in wanted]
+        read = {item.name for node, item in counting.items() if node.users}
+        return Executor(counting, self.groups), [item for _, item in wanted], read
 
     def _valid_tokens(self, parts: list[list[Any]]) -> dict[str, Tensor]:
         if self._counter is None:
             return {}
-        executor, outputs = self._counter
+        executor, outputs, read = self._counter
         scales = {item.name: torch.ones(()) for item in self.program.inputs if item.kind is InputKind.SCALE}
         scales |= {
             item.name: torch.zeros((), dtype=torch.int64) for item in self.program.inputs if item.kind is InputKind.SEED
         }
         with torch.no_grad():
-            counted = [executor([self._value(item, part, scales) for item in self.program.inputs]) for part in parts]
+            counted = [
+                executor(
+                    [self._value(item, part, scales) if item.name in read else None for item in self.program.inputs]
+                )
+                for part in parts
+            ]
         found = {}
         dtypes = {
             item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
@@ -201,9 +228,7 @@ class CompiledCall:
         return found
 
     def _join(self, item: Output, found: Sequence[Any]) -> Any:
-        """One output from those of the microbatches: sums for losses, gradients and counts, the batch put together else."""
-        if item.kind is not OutputKind.USER:
-            return torch.stack(list(found)).sum(0)
+        """What the user gets from those of the microbatches: the batch put together."""
         placed = dict(item.placements).get("dp")
         if isinstance(placed, Shard):
             return torch.cat(list(found), placed.dim)
@@ -264,13 +289,13 @@ class CompiledCall:
         parts: dict[int, tuple[Tensor, ...]] = {}
         for item in self.trained:
             grad = outputs[item.output]
-            if item.place is None:
-                gradients.append(grad)
-            elif item.place < 0:
-                gradients.append(grad.new_empty(0))
-            else:
-                parts.setdefault(item.output, grad.unbind(0))
-                gradients.append(parts[item.output][item.place])
+            if item.place is not None and item.place < 0:
+                gradients.append(item.param.new_empty(0))
+                continue
+            if item.place is not None:
+                grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
+            grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
+            gradients.append(grad.to(item.param.dtype))
 
         def finish(found: Gradients) -> Gradients:
             if before_hand_out is not None:

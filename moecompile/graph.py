@@ -100,6 +100,7 @@ def call(
         node.meta = meta.copy_meta(like)
         node.meta.pop("val", None)
         meta.clear_placements(node)
+        meta.clear_marks(node)
     node.meta["val"] = compute(target, args, kwargs, mode or mode_of(graph))
     return node
 
@@ -111,6 +112,7 @@ def unpack(graph: Graph, node: Node) -> list[Node]:
         got = graph.create_node("call_function", operator.getitem, (node, index), name=element_name(node, index))
         got.meta = meta.copy_meta(node)
         meta.clear_placements(got)
+        meta.clear_marks(got)
         if placed:
             meta.set_placements(got, placed[index])
         got.meta["val"] = item

@@ -54,6 +54,10 @@ class Layout:
             "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
 
+    def described(self, stage: int) -> str:
+        """What stands on a stage, as in `table`."""
+        return _cell(self.stages[stage])
+
 
 def parse(text: str) -> Layout:
     """The layout that ``text`` writes; a PlanError shows the faulty place."""

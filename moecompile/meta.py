@@ -21,6 +21,8 @@ _TWIN = "moe_twin"
 _DIFFERENTIATED = "moe_differentiated"
 _STAGE = "moe_stage"
 _LOCAL = "moe_local_numbers"
+_WHOLE = "moe_whole"
+_DEFERRED = "moe_deferred"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 
@@ -121,6 +123,30 @@ def stage(node: Node) -> int | None:
 def set_stage(node: Node, found: int | None) -> None:
     if found is not None:
         node.meta[_STAGE] = found
+
+
+def whole(node: Node) -> str | None:
+    """The parameter, held as shards, whose whole a node is that may be kept from call to call; None for any other node."""
+    return cast("str | None", node.meta.get(_WHOLE))
+
+
+def set_whole(node: Node, name: str) -> None:
+    node.meta[_WHOLE] = name
+
+
+def is_deferred(node: Node) -> bool:
+    """Whether a node is due once a step, on the sum over microbatches; so is what depends on it."""
+    return bool(node.meta.get(_DEFERRED, False))
+
+
+def defer(node: Node) -> None:
+    node.meta[_DEFERRED] = True
+
+
+def clear_marks(node: Node) -> None:
+    """A node that is made in the likeness of another is neither a parameter nor put off."""
+    node.meta.pop(_WHOLE, None)
+    node.meta.pop(_DEFERRED, None)
 
 
 def module_path(node: Node) -> str:

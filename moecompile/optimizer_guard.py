@@ -93,8 +93,15 @@ def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, s
     assert cut is not None
     raise PlanError(
         f"the optimizer {type(opt).__name__} {why}, but '{name}' is cut over the ranks of {cut.axes}; use an elementwise optimizer such "
-        f"as AdamW or SGD for the parameters that are cut, or {cut.axes.replace('+', '=')}=1."
+        f"as AdamW or SGD for the parameters that are cut, or {_uncut(cut.axes.split('+'))}."
     )
+
+
+def _uncut(axes: list[str]) -> str:
+    """What leaves a parameter whole: degrees of one, and no shards of it."""
+    degrees = [axis for axis in axes if axis not in ("dp", "cp", "edp")]
+    said = ["=".join([*degrees, "1"])] if degrees else []
+    return " and ".join([*said, *(["leave shard-params out of the plan"] if len(degrees) < len(axes) else [])])
 
 
 def _check_state(opt: Optimizer, param: nn.Parameter, state: State, name: str) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from .compat import all_gather_single, no_torch_function, resolve_process_group, wrapper_tensor
 from .placement.types import Shard
-from .weights import part_of, put_together
+from .weights import padded, part_of, put_together
 
 aten = torch.ops.aten
 
@@ -149,14 +149,25 @@ def _cut(value: Tensor, parts: Sequence[Part]) -> Tensor:
     return value
 
 
-def _joined(local: Tensor, parts: Sequence[Part]) -> Tensor:
-    """The whole, on every rank of the groups; collective."""
-    for part in reversed(parts):
-        local = local.contiguous()
-        found = local.new_empty((part.ranks, *local.shape))
-        all_gather_single(found.flatten(0, 1), local, group=resolve_process_group(part.group))
-        local = put_together(found.unbind(0), part.placed)
+def _joined(local: Tensor, shape: Sequence[int], parts: Sequence[Part]) -> Tensor:
+    """The whole, of that shape, on every rank of the groups; collective."""
+    sizes = list(shape)
+    before = []
+    for part in parts:
+        before.append(sizes[part.placed.dim])
+        sizes[part.placed.dim] = -(-before[-1] // part.ranks)
+    local = padded(local, sizes)
+    for part, size in zip(reversed(parts), reversed(before), strict=True):
+        local = gathered(local, part.placed, size, part.ranks, resolve_process_group(part.group))
     return local.contiguous()
+
+
+def gathered(local: Tensor, placed: Shard, size: int, ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """What the parts of all ranks make up, whose dim then has ``size``; each part is padded to the largest. Collective."""
+    local = local.contiguous()
+    found = local.new_empty((ranks, *local.shape))
+    all_gather_single(found.flatten(0, 1), local, group=group)
+    return put_together(found.unbind(0), placed).narrow(placed.dim, 0, size)
 
 
 def _blocks(local: Tensor, shape: Sequence[int], parts: Sequence[Part]) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -167,7 +178,9 @@ def _blocks(local: Tensor, shape: Sequence[int], parts: Sequence[Part]) -> list[
             torch.arange(size), [replace(part, placed=part.placed.moved(0)) for part in parts if part.placed.dim == dim]
         )
         ends = (index.diff() != 1).nonzero().flatten().add(1).tolist()
-        runs.append([(int(index[start]), stop - start) for start, stop in pairwise([0, *ends, len(index)])])
+        runs.append(
+            [(int(index[start]), stop - start) for start, stop in pairwise([0, *ends, len(index)]) if stop > start]
+        )
     found = []
     for place in product(*runs):
         block = local
@@ -198,7 +211,7 @@ class OwnedTensor(PartTensor):
         if self._local is None:
             whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         else:
-            whole = _joined(self._local.detach(), parts).clone(memory_format=torch.contiguous_format)
+            whole = _joined(self._local.detach(), self.shape, parts).clone(memory_format=torch.contiguous_format)
         group = resolve_process_group(name)
         dist.broadcast(whole, dist.get_global_rank(group, owner), group)
         return whole
@@ -221,7 +234,7 @@ class StripedTensor(PartTensor):
     def full_tensor(self) -> Tensor:
         """A plain copy of the whole, on every rank of the groups; collective."""
         assert self._local is not None
-        return _joined(self._local.detach(), self._place[0]).clone()
+        return _joined(self._local.detach(), self.shape, self._place[0]).clone()
 
     def _chunks(self) -> list[tuple[tuple[int, ...], Tensor]]:
         return [] if self._local is None else _blocks(self._local, self.shape, self._place[0])

@@ -29,6 +29,7 @@ class Fact(enum.Enum):
     EXPERTS_SHARDED = "every expert weight is cut over ep and etp"
     TOKENS_DISPATCHED = "each routed row is computed on the rank that owns its expert"
     DIFFERENTIATED = "the graph holds forward, loss and backward"
+    PARAMS_SHARDED = "parameters are shards over the data axes, gathered before use; their gradients are scattered"
     GRADS_SYNCED = "each gradient is reduced exactly once over the axes that replicate its parameter"
     LOWERED = "moe:: compute ops are replaced by one backend's own"
 
@@ -104,7 +105,7 @@ class Pass(abc.ABC):
     def text(self) -> str:
         """The pass with the options that differ from their defaults, as the pipeline parser reads it."""
         options = [
-            f"{field.name.replace('_', '-')}={_show(getattr(self, field.name))}"
+            f"{option_name(field.name)}={_show(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
@@ -114,7 +115,7 @@ class Pass(abc.ABC):
     def from_options(cls, options: dict[str, str]) -> Pass:
         """Build the pass from text options; unknown names and wrong types are a PassError that lists what is accepted."""
         hints = typing.get_type_hints(cls)
-        fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(cls)}
+        fields = {option_name(field.name): field for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for key, raw in options.items():
             if key not in fields:
@@ -123,6 +124,11 @@ class Pass(abc.ABC):
             name = fields[key].name
             values[name] = _read(cls.name, key, raw, hints[name])
         return cls(**values)
+
+
+def option_name(field: str) -> str:
+    """How a field is called in text; one that would hide an attribute of the class, such as ``level``, ends in an underscore."""
+    return field.rstrip("_").replace("_", "-")
 
 
 def _show(found: Any) -> str:

@@ -54,9 +54,11 @@ class Plan:
 
     Degrees: `dp=None` is filled in by `resolve(world_size)`; the others default to 1.  `batch_dims` maps an
     argument name to the dim that data ranks split, or to None for an argument that is equal on all ranks;
-    `overrides` maps a module pattern to a placement.  `strict` refuses a line of the model that no placement
+    `overrides` maps a module pattern to a placement.  `passes` is a whole pipeline, or `+` and passes that the usual one
+    gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
-    `router_dtype` and `reduce_dtype` of None keep the model's own.  `timeout` is in seconds.
+    `router_dtype` and `reduce_dtype` of None keep the model's own; gradients are summed over ranks and microbatches in
+    `reduce_dtype` and rounded once.  `timeout` is in seconds.
 
     Raises PlanError naming field, value, rule and the nearest legal values.
     """
@@ -202,9 +204,11 @@ class Plan:
         if self.capacity_scope != "global":
             said = "the meaning of one process only; leave capacity_scope out"
             raise _unsupported("capacity_scope", self.capacity_scope, said)
-        if self.reduce_dtype is not None:
+        if self.reduce_dtype is not None and self.pp > 1:
             raise _unsupported(
-                "reduce_dtype", self.reduce_dtype, "gradients reduced in their own type; leave reduce_dtype out"
+                "reduce_dtype",
+                self.reduce_dtype,
+                "pipeline stages that sum gradients in their own type; leave reduce_dtype out",
             )
         if self.deterministic:
             raise _unsupported(

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from . import meta
 from .compat import OpOverload, OpOverloadPacket, TreeSpec, treespec_dumps
 from .errors import CaptureError
+from .layout import Layout
 from .ops import AXIS_ARGUMENT
 from .placement.types import text as placement_text
 from .plan import Plan
@@ -59,6 +60,8 @@ class Printable(Protocol):
     def out_template(self) -> tuple[Any, ...]: ...
     @property
     def layers(self) -> list[dict[str, Any]]: ...
+    @property
+    def layout(self) -> Layout | None: ...
     @property
     def unrouted(self) -> list[dict[str, Any]]: ...
     @property
@@ -250,6 +253,7 @@ def saved_text(program: Printable) -> str:
         "layers": program.layers,
         "unrouted": program.unrouted,
         "gathers": [dataclasses.asdict(item) for item in program.gathers],
+        "layout": "" if program.layout is None else str(program.layout),
         "constants": {name: tensor_text(found) for name, found in program.constants.items()},
     }
     return f"{_NOTE}{program_text(program)}\n\nPROGRAM = {literal_text(data)}"
@@ -285,6 +289,8 @@ def _value_text(node: Node) -> dict[str, Any]:
         described["device"] = found.device.type
     if not found.is_contiguous():
         described["strides"] = tuple(found.stride())
+    if meta.stage(node) is not None:
+        described["stage"] = meta.stage(node)
     return described
 
 

@@ -20,6 +20,9 @@ from .placement.types import Placement, Shard
 from .plan import Plan
 from .printer import program_text, saved_text
 
+# What an output is that counts a microbatch's valid tokens, for the runtime to add up before a step.
+NUM_VALID = "num_valid"
+
 
 class Level(enum.Enum):
     """Which of the two levels of the IR a graph stands at."""
@@ -39,6 +42,7 @@ class InputKind(enum.Enum):
     SEED = "seed"  # random seed of the call, equal on all ranks: 0-d int64
     SCALE = "scale"  # a number the runtime supplies per call, such as the step's valid tokens
     RELAYED = "relayed"  # a value of another graph of the pipeline, or of this stage's forward
+    GATHERED = "gathered"  # the whole of a parameter that is held as shards
     TANGENT = "tangent"  # gradient of a user output, in a separate backward graph
 
 
@@ -71,11 +75,11 @@ class Input:
         return len(self.fqns) > 1
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one rank's part."""
+        """Shape of one rank's part; of the largest one where a dim does not divide, to which the others are padded."""
         shape = list(self.shape)
         for axis, placed in self.placements:
             if isinstance(placed, Shard):
-                shape[placed.dim] //= mesh.size(axis)
+                shape[placed.dim] = -(-shape[placed.dim] // mesh.size(axis))
         return tuple(shape)
 
 

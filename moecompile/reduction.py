@@ -26,14 +26,19 @@ def add_up(value: Tensor, axes: Sequence[str], groups: ProcessGroups) -> None:
             dist.all_reduce(value, group=groups.group(axis))
 
 
+REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
 def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) -> None:
-    """Sum each tensor in place over its axis; one flat exchange per axis and dtype, in the order given."""
+    """Sum each tensor in place over its axis, in the plan's type; one flat exchange per axis and dtype, in the order given."""
+    wanted = groups.mesh.plan.reduce_dtype
     buckets: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for axis, tensor in tensors:
-        if groups.size(axis) > 1 and tensor.numel():
+        if axis and groups.size(axis) > 1 and tensor.numel():
             buckets.setdefault((axis, tensor.dtype), []).append(tensor.as_subclass(Tensor))
     for (axis, _), members in buckets.items():
         flat = torch.cat([item.reshape(-1) for item in members])
+        flat = flat if wanted is None else flat.to(REDUCE_DTYPES[wanted])
         dist.all_reduce(flat, group=groups.group(axis))
         parts = torch.split(flat, [item.numel() for item in members])
         foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .placement.types import Partial, Shard
 from .plan import Plan
 from .program import Input, InputKind, OutputKind, Program
 from .runtime.simulator import simulate
-from .weights import part_of, put_together
+from .weights import padded, part_of, put_together
 
 
 @dataclass
@@ -80,7 +80,7 @@ def _value(model: nn.Module, program: Program, item: Input, rank: int, leaves: S
         for axis, placed in item.placements:
             if isinstance(placed, Shard):
                 value = part_of(value, placed, mesh.size(axis), mesh.axis_index(axis, rank))
-        return value.contiguous() if item.placements else value
+        return padded(value, item.local_shape(mesh)).contiguous() if item.placements else value
     if item.kind is InputKind.CONSTANT:
         return program.constants[item.name]
     if item.kind is InputKind.BATCH:
@@ -116,8 +116,10 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
 
 def _gather(program: Program, item: Input, values: Sequence[Tensor]) -> Tensor:
     """The whole tensor from its parts on the ranks of rank 0's groups; the last cut is undone first."""
-    for axis, placed in reversed(item.placements):
-        if isinstance(placed, Shard):
-            groups = [program.mesh.group_ranks(axis, rank) for rank in range(program.mesh.world_size)]
-            values = [put_together([values[rank] for rank in group], placed) for group in groups]
+    cuts = [(axis, placed) for axis, placed in item.placements if isinstance(placed, Shard)]
+    for at, (axis, placed) in reversed(list(enumerate(cuts))):
+        size = replace(item, placements=tuple(cuts[:at])).local_shape(program.mesh)[placed.dim]
+        groups = [program.mesh.group_ranks(axis, rank) for rank in range(program.mesh.world_size)]
+        values = [put_together([values[rank] for rank in group], placed) for group in groups]
+        values = [value.narrow(placed.dim, 0, size) for value in values]  # without padding
     return values[0]

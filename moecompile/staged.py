@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import meta
+from .compat import foreach_add_
 from .compiled import CompiledCall, Trained
-from .program import Input, OutputKind, Program
+from .program import InputKind, OutputKind, Program
 from .reduction import reduce_flat
 from .runtime.executor import Executor
 from .runtime.process_groups import ProcessGroups, axis_of
 from .runtime.stage_runner import GraphStage, Pipeline
 from .stages import cut_stages
 from .weights import Weights
+
+_OF_A_MICROBATCH = (InputKind.BATCH, InputKind.SCALE, InputKind.SEED)
 
 
 class StagedCall(CompiledCall):
@@ -35,6 +38,9 @@ class StagedCall(CompiledCall):
         device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
         trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
         held = [GraphStage(stage, len(stages), groups, device) for stage in own]
+        halves = [half for stage in own for half in (stage.forward, stage.backward) if half is not None]
+        inputs = {item.name: item for half in halves for item in half.program.inputs}
+        self._read = [item for item in inputs.values() if item.kind is not InputKind.RELAYED]
         self.pipeline = Pipeline(held, groups, program.plan.schedule or "1f1b", self.parts, trains)
 
     def _bind(self) -> Executor | None:
@@ -60,20 +66,19 @@ class StagedCall(CompiledCall):
         return [item if held[item.output] else replace(item, place=-1) for item in found]
 
     def _run_all(self, leaves: Sequence[Any]) -> list[Any]:
-        parts = [(part, scales | self._seeds()) for part, scales in self._microbatches(leaves)]
+        feed = self._feed(leaves)
         found: dict[int, list[Any]] = {place: [None] * self.parts for place in self._places}
         totals: dict[int, Tensor] = {}
 
-        def feed(at: int, item: Input) -> Any:
-            return self._value(item, *parts[at])
-
-        def collect(at: int, place: int, value: Any) -> None:
-            if self.program.outputs[place].kind is OutputKind.USER:
-                found[place][at] = value
-            elif place in totals:
-                totals[place] += value
-            else:
-                totals[place] = value.clone()
+        def collect(at: int, values: dict[int, Any]) -> None:
+            known = [place for place in values if place in totals]
+            for place in values:
+                if self.program.outputs[place].kind is OutputKind.USER:
+                    found[place][at] = values[place]
+                elif place not in totals:
+                    totals[place] = values[place].clone()
+            if known:
+                foreach_add_([totals[place] for place in known], [values[place] for place in known])
 
         self.pipeline.run(feed, collect)
         outputs: list[Any] = []
@@ -85,6 +90,16 @@ class StagedCall(CompiledCall):
                 outputs.append(totals.get(place, self._zeros(node)))
         self._finish(outputs)
         return outputs
+
+    def _feed(self, leaves: Sequence[Any]) -> list[dict[str, Any]]:
+        """What this rank's stages read, by microbatch and name; weights are looked up once for all of them."""
+        shared = {item.name: self._value(item, leaves, {}) for item in self._read if item.kind not in _OF_A_MICROBATCH}
+        own = [item for item in self._read if item.kind in _OF_A_MICROBATCH]
+        found = []
+        for part, scales in self._microbatches(leaves):
+            known = scales | self._seeds()
+            found.append(shared | {item.name: self._value(item, part, known) for item in own})
+        return found
 
     def _zeros(self, node: Any) -> Any:
         value = meta.tensor(node) if isinstance(node, Node) else None

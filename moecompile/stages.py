@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from . import graph as graphs
 from . import meta
 from .errors import PassError
-from .program import Input, InputKind, Output, OutputKind, Program
+from .program import NUM_VALID, Input, InputKind, Output, OutputKind, Program
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,12 @@ class _Cutter:
         return Stage(at, forward, backward, names, handed[0], handed[1], handed[2], handed[3], kept)
 
     def _computes(self, item: Output, node: Node, at: int) -> bool:
-        """Whether a stage gives an output of the program: results that take no weights come from all of them, counts from one."""
+        """Whether a stage gives an output of the program: results that take no weights come from all of them.
+
+        Valid tokens are counted before the step.
+        """
+        if item.what == NUM_VALID:
+            return False
         if item.kind is OutputKind.USER and (node in self.free or node.op == "placeholder"):
             return True
         return self.stage.get(node) == at

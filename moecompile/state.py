@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from .compat import all_gather_single, tree_flatten
+from .compat import tree_flatten
 from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
-from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor
+from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor, gathered
 from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .weights import Cut, Weights, put_together
+from .weights import Cut, Weights, padded
 
 
 class State:
@@ -196,12 +196,15 @@ class State:
     def _gather_stack(self, names: tuple[str, ...], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All experts of one stack in one exchange over each axis."""
         cut = self.weights.cuts[names[0]]
-        out = torch.stack([parts[name].detach().as_subclass(Tensor) for name in self.weights.local_names(names)])
+        local = [parts[name].detach().as_subclass(Tensor) for name in self.weights.local_names(names)]
         owners = [] if cut.owner is None else [(cut.axis, Striped(0))]
-        for axis, placed in reversed([*owners, *((axis, placed.moved(placed.dim + 1)) for axis, placed in cut.parts)]):
-            found = out.new_empty((self.groups.size(axis), *out.shape))
-            all_gather_single(found.flatten(0, 1), out.contiguous(), group=self.groups.group(axis))
-            out = put_together(found.unbind(0), placed)
+        sizes, steps = [len(names), *cut.shape], []
+        for axis, placed in [*owners, *((axis, placed.moved(placed.dim + 1)) for axis, placed in cut.parts)]:
+            steps.append((axis, placed, sizes[placed.dim]))
+            sizes[placed.dim] = -(-sizes[placed.dim] // self.groups.size(axis))
+        out = torch.stack([padded(item, sizes[1:]) for item in local])
+        for axis, placed, size in reversed(steps):
+            out = gathered(out, placed, size, self.groups.size(axis), self.groups.group(axis))
         return {self.weights.first_name(name): item.clone() for name, item in zip(names, out.unbind(0), strict=True)}
 
 
@@ -212,8 +215,8 @@ def _is_plain(cut: Cut) -> bool:
 
 def _replicas(axis: str) -> str:
     """The axes of the same mesh and stage over which what an axis cuts is repeated."""
-    mesh = EXPERT_AXES if axis in EXPERT_AXES else ATTENTION_AXES
-    return joined(other for other in mesh[1:] if other != axis)
+    mesh = EXPERT_AXES if axis.split("+")[0] in EXPERT_AXES else ATTENTION_AXES
+    return joined(other for other in mesh[1:] if other not in axis.split("+"))
 
 
 def full_state(state: State, found: Mapping[str, Any]) -> dict[str, Any]:

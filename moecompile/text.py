@@ -25,6 +25,7 @@ from . import graph as graphs
 from . import meta, ops
 from .compat import FakeTensorMode, TreeSpec, rename_node, treespec_loads
 from .errors import CaptureError
+from .layout import parse as parse_layout
 from .mesh import Mesh
 from .pass_base import Fact
 from .placement.gather import Gather
@@ -35,9 +36,10 @@ from .program import Input, InputKind, Level, Output, OutputKind, Program
 
 _FORMAT = 1
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\]$")
-_ONE = r"(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@\w+ ?)+)"
+_ONE = r"(?:R|(?:(?:S\(\d+(?:,outer=\d+)?\)|P|V)@[\w+]+ ?)+)"
 _PLACED = re.compile(f"^{_ONE}$")
 _EACH_PLACED = re.compile(rf"^\({_ONE}(?:, {_ONE})*\)$")
+_STAGE = re.compile(r"^stage (\d+)$")
 _COMMENT = re.compile(r"  # (.*)$")
 
 
@@ -104,6 +106,7 @@ class _Reader:
             unrouted=list(data["unrouted"]),
             gathers=[Gather(**item) for item in data.get("gathers", ())],
             pipeline=data["pipeline"],
+            layout=parse_layout(data["layout"]) if data.get("layout") else None,
         )
 
     def _error(self, at: ast.AST | None, message: str) -> CaptureError:
@@ -169,6 +172,7 @@ class _Reader:
             node = graph.placeholder(name)
             node.meta["val"] = _fake(described, self.mode)
             meta.set_placements(node, _placements(described))
+            meta.set_stage(node, described.get("stage"))
             space[name] = Proxy(node, tracer)
         *statements, last = function.body
         for statement in statements:
@@ -234,6 +238,8 @@ class _Reader:
                 meta.set_placements(node, _placed(part))
             elif _EACH_PLACED.match(part):
                 meta.set_item_placements(node, [_placed(item) for item in part[1:-1].split(", ")])
+            elif stage := _STAGE.match(part):
+                meta.set_stage(node, int(stage.group(1)))
             elif not part.startswith(("moves ", "at ")):
                 meta.set_module_path(node, part)
 
@@ -255,7 +261,7 @@ def _placements(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(found: Mapping[str, Any]) -> Input:
-    known = {key: item for key, item in found.items() if key not in ("value", "device", "strides")}
+    known = {key: item for key, item in found.items() if key not in ("value", "device", "strides", "stage")}
     return Input(**{**known, "kind": InputKind(found["kind"]), "placements": tuple(_placements(found).items())})
 
 

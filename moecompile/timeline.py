@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_COLORS = {"F": "#7aa6d8", "B": "#8cc58c"}
+COLORS = {"F": "#7aa6d8", "B": "#8cc58c"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def svg(rows: list[list[Timed]], scale: float = 24.0) -> str:
             x, wide = left + item.start * scale, (item.end - item.start) * scale
             opacity = max(0.4, 1.0 - 0.2 * (item.action.stage // len(rows)))
             parts.append(
-                f'<rect x="{x:g}" y="{top + 2}" width="{wide:g}" height="{height - 4}" fill="{_COLORS[item.action.kind]}" '
+                f'<rect x="{x:g}" y="{top + 2}" width="{wide:g}" height="{height - 4}" fill="{COLORS[item.action.kind]}" '
                 f'fill-opacity="{opacity:g}" stroke="#fff"><title>{item.action}</title></rect>'
                 f'<text x="{x + 3:g}" y="{top + 18}">{item.action.microbatch}</text>'
             )

@@ -89,16 +89,18 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)  # parameters that only other pipeline stages read
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What the ranks are sent. ``calls[step][data rank]`` are flattened arguments."""
 
     model: nn.Module
     plan: Plan
     loss_fn: Callable[..., Any] | None
     calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]
+    tolerance: float
 
 
 def verify(
@@ -120,6 +122,26 @@ def verify(
 
     Raises PlanError, CaptureError and RankError as `parallelize` on a rank would.
     """
+    job = prepare(model, plan, example, steps=steps, dtype=dtype, tolerance=tolerance, loss_fn=loss_fn)
+    alone = run_alone(job)
+    try:
+        ranks: list[Trace] = launch(on_rank, job.plan.world_size, job, timeout=timeout)
+    except TypeError as error:  # what cannot be pickled
+        raise CaptureError(f"verify: {error}") from error
+    return report(job, alone, ranks)
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    example: Any,
+    *,
+    steps: int = 3,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Job:
+    """A copy of the model and every rank's arguments of all steps, as `verify` takes them."""
     plan.check_supported()
     plan = plan if plan.dp is not None else plan.resolve(plan.least_world_size)
     model = copy.deepcopy(model).cpu()
@@ -132,27 +154,34 @@ def verify(
         [_slice(example, step * plan.num_data_ranks + rank, plan, dtype) for rank in range(plan.num_data_ranks)]
         for step in range(steps)
     ]
-    alone = _run(copy.deepcopy(model), [_joined(row, plan) for row in calls], loss_fn, _plain_clip)
-    job = _Job(model, plan, loss_fn, calls)
-    try:
-        ranks: list[Trace] = launch(_on_rank, plan.world_size, job, timeout=timeout)
-    except TypeError as error:  # what cannot be pickled
-        raise CaptureError(f"verify: {error}") from error
-    used = _dtype(model)
-    allowed = TOLERANCE.get(used, 1e-4) if tolerance is None else tolerance
-    return Report(plan, allowed, tuple(compare(alone, ranks, Mesh(plan), used, allowed)))
+    return Job(model, plan, loss_fn, calls, TOLERANCE.get(_dtype(model), 1e-4) if tolerance is None else tolerance)
+
+
+def report(job: Job, alone: Trace, ranks: Sequence[Trace]) -> Report:
+    """What the ranks have, beside what one process has."""
+    rows = compare(alone, ranks, Mesh(job.plan), _dtype(job.model), job.tolerance)
+    return Report(job.plan, job.tolerance, tuple(rows))
 
 
 # ---- the two runs --------------------------------------------------------------------------------------------
 
 
-def _on_rank(rank: int, job: _Job) -> Trace:
+def run_alone(job: Job) -> Trace:
+    """The plain model over every step's global batch."""
+    return _run(copy.deepcopy(job.model), [_joined(row, job.plan) for row in job.calls], job.loss_fn, _plain_clip)
+
+
+def on_rank(rank: int, job: Job) -> Trace:
+    """One rank of the plan."""
     mine = [row[job.plan.data_rank(rank)] for row in job.calls]
     if job.plan.world_size == 1:
         torch.set_num_threads(1)
     parallel = api.parallelize(job.model, job.plan, loss_fn=job.loss_fn)
     trace = _run(parallel, mine, None, api.clip_grad_norm_)
-    trace.cuts = dict(parallel._state.weights.cuts)
+    weights = parallel._state.weights
+    trace.cuts = dict(weights.cuts)
+    trace.elsewhere = {name for name in weights.stages if not weights.holds(name)}
+    parallel._state.groups.close()
     return trace
 
 
@@ -266,6 +295,8 @@ def compare(alone: Trace, ranks: Sequence[Trace], mesh: Mesh, dtype: torch.dtype
                     rank,
                     floor if kind == "gradient" else 0.0,
                 )
+                if name not in trace.elsewhere
+                else _absent(getattr(trace, key).get(name))
                 for rank, trace in enumerate(ranks)
             ]
             rows.append(_row(kind, name, errors))
@@ -292,6 +323,11 @@ def _part_error(
     if cut.owner is not None and cut.owner != mesh.axis_index(cut.axis, rank):
         return 0.0 if found.numel() == 0 else math.inf
     return _relative(found, cut.part(whole, mesh, rank), floor)
+
+
+def _absent(found: Tensor | None) -> float:
+    """Error of a parameter that this rank should not have."""
+    return 0.0 if found is None or found.numel() == 0 else math.inf
 
 
 def _relative(found: Tensor, wanted: Tensor, floor: float) -> float:

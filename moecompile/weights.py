@@ -43,7 +43,16 @@ class Cut:
     @property
     def axes(self) -> str:
         """All axes over which it is spread, as one."""
-        return joined([self.axis, *(axis for axis, _ in self.more)])
+        return joined(part for axis in (self.axis, *(axis for axis, _ in self.more)) for part in axis.split("+"))
+
+    def is_even(self, mesh: Mesh) -> bool:
+        """Whether all ranks that hold some of it hold equally much."""
+        shape = list(self.shape)
+        for axis, placed in self.parts:
+            if shape[placed.dim] % mesh.size(axis):
+                return False
+            shape[placed.dim] //= mesh.size(axis)
+        return True
 
     def part(self, value: Tensor, mesh: Mesh, rank: int) -> Tensor:
         """What a rank that holds some of it holds of a whole value."""
@@ -59,8 +68,14 @@ class Weights:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.cuts: dict[str, Cut] = {}
         self.shapes = {name: tuple(item.shape) for name, item in _named(model)}
+        self.kept: dict[
+            tuple[str, ...], Tensor
+        ] = {}  # wholes that were gathered from shards, by the names behind an input
         self.stages: dict[str, tuple[int, ...]] = {}  # which indices on pp hold a parameter; all where it is not named
-        self._stacks: dict[tuple[str, ...], Tensor] = {}
+        self._stacks: dict[
+            tuple[str, ...], Tensor
+        ] = {}  # what programs read in place of Parameters, which are views into it
+        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of each Parameter in there, padding included
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(item), name) for name, item in _named(model)}
 
@@ -74,7 +89,7 @@ class Weights:
                 if item.stacked:
                     self._stack(item, placed)
                 elif placed and item.fqns[0] not in self.cuts:
-                    self._slice(item.fqns[0], placed)
+                    self._slice(item, placed)
 
     def hold(self, found: Mapping[str, tuple[int, ...]]) -> None:
         """Empty every parameter that only other pipeline stages read; call behind ``cut``."""
@@ -112,19 +127,21 @@ class Weights:
 
     def value(self, item: Input) -> Tensor:
         """The local tensor of an input."""
-        if not item.stacked or not self.holds(item.fqns[0]):
+        names = item.fqns if item.stacked else (self._first[item.fqns[0]],)
+        if names not in self._stacks or not self.holds(item.fqns[0]):
             return find(self.model, item.fqns[0]).detach()
-        stack = self._stacks[item.fqns]
-        if not self._is_intact(item.fqns, stack):
-            stack = self._restack(item.fqns)
-        return stack
+        stack = self._stacks[names]
+        if not self._is_intact(names, stack):
+            stack = self._restack(names)
+        return stack if item.stacked else stack[0]
 
     def attached(self, item: Input) -> Tensor:
         """The local tensor of a PARAM input as a differentiable function of the Parameters behind it."""
+        shape = item.local_shape(self.mesh)
         if not item.stacked:
-            return find(self.model, item.fqns[0])
+            return padded(find(self.model, item.fqns[0]), shape)
         local = self.local_names(item.fqns)
-        stack = torch.stack([find(self.model, name) for name in local])
+        stack = torch.stack([padded(find(self.model, name), shape[1:]) for name in local])
         # Other ranks' experts are empty here; joined in, they get the empty gradient that a step gives them.
         absent = [find(self.model, name).reshape(-1) for name in item.fqns if name not in local]
         return torch.cat([stack.reshape(-1), *absent]).view_as(stack) if absent else stack
@@ -154,18 +171,25 @@ class Weights:
 
     def stack_of(self, name: str) -> tuple[str, ...] | None:
         """The experts that are stacked, and cut, together with this one."""
-        return next((names for names in self._stacks if name in names and name in self.cuts), None)
+        return next((names for names in self._stacks if len(names) > 1 and name in names and name in self.cuts), None)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
-    def _slice(self, name: str, placed: list[tuple[str, Shard]]) -> None:
-        (axis, first), *more = placed
-        self._cut_data(name, Cut(axis, self.shapes[name], first.dim, stripes=first.outer, more=tuple(more)))
+    def _slice(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
+        name, ((axis, first), *more) = item.fqns[0], placed
+        cut = Cut(axis, self.shapes[name], first.dim, stripes=first.outer, more=tuple(more))
+        self._cut_data(name, cut)
+        if not cut.is_even(self.mesh):  # programs read it padded
+            names = (self._first[name],)
+            self._sizes[names] = item.local_shape(self.mesh)
+            self._restack(names)
 
     def _cut_data(self, name: str, cut: Cut) -> None:
         tensor = find(self.model, name)
         self._note(name, cut)
         if cut.parts:
-            tensor.data = cut.part(tensor.data, self.mesh, self.rank).clone()
+            # contiguous, or a copy of it onto itself would look like one onto another part of the same memory
+            part = cut.part(tensor.data, self.mesh, self.rank)
+            tensor.data = part.clone(memory_format=torch.contiguous_format)
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
         """Each expert lies on one rank of the axis that cuts the stack's own dim, and is cut over the others."""
@@ -180,6 +204,7 @@ class Weights:
             elif inner:
                 (axis, first), *more = inner
                 self._cut_data(name, Cut(axis, self.shapes[name], first.dim, stripes=first.outer, more=tuple(more)))
+        self._sizes[item.fqns] = item.local_shape(self.mesh)[1:]
         self._restack(item.fqns)
         for name in set(item.fqns) - set(self.local_names(item.fqns)):
             tensor = find(self.model, name)
@@ -197,11 +222,11 @@ class Weights:
         return [name for name in names if self.cuts[name].owner == mine]
 
     def _restack(self, names: tuple[str, ...]) -> Tensor:
-        """Put this rank's experts into one tensor and point their Parameters into it."""
+        """Put this rank's experts into one tensor and point their Parameters into it; a shard that is padded is its own stack."""
         local = [find(self.model, name) for name in self.local_names(names)]
-        stack = torch.stack([item.data for item in local])
+        stack = torch.stack([padded(item.data, self._sizes[names]) for item in local])
         for item, part in zip(local, stack.unbind(0), strict=True):
-            item.data = part
+            item.data = part[: len(item)] if part.shape != item.shape else part
         self._stacks[names] = stack
         return stack
 
@@ -215,22 +240,38 @@ class Weights:
     def _is_intact(self, names: tuple[str, ...], stack: Tensor) -> bool:
         """Whether the Parameters still point into the stack; ``model.to()`` and assignments to ``.data`` break that."""
         step = stack.stride(0) * stack.element_size()
+        held = [(index, find(self.model, name)) for index, name in enumerate(self.local_names(names))]
         return all(
-            find(self.model, name).data_ptr() == stack.data_ptr() + index * step
-            for index, name in enumerate(self.local_names(names))
+            item.data_ptr() == stack.data_ptr() + index * step
+            if item.numel()
+            else (item.dtype, item.device) == (stack.dtype, stack.device)
+            for index, item in held
         )
 
 
 def part_of(value: Tensor, placed: Shard, ranks: int, index: int) -> Tensor:
-    """One rank's part of a whole value."""
+    """One rank's part of a whole value: of equal size, or of ``ceil(size / ranks)`` rows until there are no more."""
     if placed.outer == 1:
-        return value.chunk(ranks, placed.dim)[index]
+        size = value.shape[placed.dim]
+        step = -(-size // ranks)
+        start = min(index * step, size)
+        return value.narrow(placed.dim, start, min(step, size - start))
     blocks = torch.unflatten(value, placed.dim, (placed.outer, ranks, -1))
     return blocks.select(placed.dim + 1, index).flatten(placed.dim, placed.dim + 1)
 
 
+def padded(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """``value`` with zeros behind it in every dim, up to ``shape``."""
+    if tuple(value.shape) == tuple(shape):
+        return value
+    missing = [size - own for own, size in zip(value.shape, shape, strict=True)]
+    return torch.nn.functional.pad(value, [count for size in reversed(missing) for count in (0, size)])
+
+
 def put_together(parts: Sequence[Tensor], placed: Shard) -> Tensor:
     """The whole of the parts of all ranks; inverse of `part_of`."""
+    if placed.outer == 1:
+        return torch.cat(list(parts), placed.dim)
     blocks = [torch.unflatten(part, placed.dim, (placed.outer, -1)) for part in parts]
     return torch.stack(blocks, placed.dim + 1).flatten(placed.dim, placed.dim + 2)
 

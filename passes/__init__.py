@@ -7,8 +7,10 @@ from types import MappingProxyType
 from moecompile.pass_base import Pass
 
 from .canonicalize import Canonicalize
+from .cast_grads import CastGrads
 from .cast_router import CastRouter
 from .differentiate import Differentiate
+from .fuse_experts import FuseExperts
 from .fuse_rms_norm import FuseRmsNorm
 from .fuse_rotary import FuseRotary
 from .fuse_swiglu import FuseSwiglu
@@ -21,6 +23,7 @@ from .seed_random import SeedRandom
 from .shard_dense import ShardDense
 from .shard_experts import ShardExperts
 from .shard_linears import ShardLinears
+from .shard_params import ShardParams
 from .shard_sequence import ShardSequence
 from .split_stages import SplitStages
 from .sync_grads import SyncGrads
@@ -43,14 +46,17 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     SplitStages,
     Differentiate,
     SyncLoss,
+    CastGrads,
+    ShardParams,
     SyncGrads,
     Canonicalize,
     LowerOps,
+    FuseExperts,
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
     "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-sequence,shard-linears,shard-experts,insert-dispatch,"
-    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops"
+    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops,fuse-experts"
 )

@@ -5,8 +5,8 @@ Before:  detach(x), view(view(x)), reshape to the same shape, t(t(x)), expand to
 After:   x; one call
 
 Every value keeps its bits, its shape and its place in memory order. Values that the program returns are left alone, so that no
-two outputs become one tensor; calls of the forward and of the backward are not merged, since a backward may repeat a forward
-call on purpose.
+two outputs become one tensor, and so are parameters that are kept; calls of the forward and of the backward are not merged, since a
+backward may repeat a forward call on purpose.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Canonicalize(Pass):
         seen: dict[Any, Node] = {}
         done = 0
         for node in list(graph.graph.nodes):
-            if node.op != "call_function" or node in returned:
+            if node.op != "call_function" or node in returned or meta.whole(node) is not None:
                 continue
             same = operand_of(node)
             if same is None:

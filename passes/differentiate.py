@@ -36,6 +36,7 @@ class Differentiate(Pass):
     name: ClassVar[str] = "differentiate"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.LOSS_SHARES})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.DIFFERENTIATED})
+    excludes: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})  # the backward gathers parameters itself
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:

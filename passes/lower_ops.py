@@ -4,7 +4,8 @@ Before:  moe.grouped_linear, moe.unpermute, ...
 After:   moe_cpu.grouped_linear, moe_cpu.unpermute, ...
 
 The backend's ops have the same meaning and no gradient, so this comes after ``differentiate``. Collectives stay as they are:
-they are bound to process groups when a program is executed. Does nothing with backend=reference.
+they are bound to process groups when a program is executed. Does nothing with backend=reference, and leaves values on other devices
+than the CPU to the ``moe::`` ops, which run on any.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from moecompile import graph as graphs
-from moecompile import ops
+from moecompile import meta, ops
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import Level
 
@@ -52,7 +53,12 @@ class LowerOps(Pass):
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         if self.backend == "reference":
             return 0
-        calls = graphs.find(graph, *_CPU)
+        calls = [node for node in graphs.find(graph, *_CPU) if _device(node) in ("cpu", "meta")]
         for node in calls:
             node.target = _CPU[node.target]
         return len(calls)
+
+
+def _device(call: Node) -> str:
+    """Where a call computes: all its operands are there."""
+    return next((meta.tensor(source).device.type for source in call.all_input_nodes if meta.is_tensor(source)), "cpu")

@@ -19,10 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 from moecompile import graph as graphs
 from moecompile import meta
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.program import NUM_VALID as NUM_VALID
 from moecompile.program import Input, InputKind, Output, OutputKind
 
 aten = torch.ops.aten
-NUM_VALID = "num_valid"
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
 _DIVISIONS = (aten.div.Tensor, aten.true_divide.Tensor)
 _MEAN, _SUM = 1, 2

@@ -21,7 +21,8 @@ from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
-from moecompile.placement.chains import Chain, find_chains, linears
+from moecompile.placement.chains import Chain, Trial, find_chains, linears
+from moecompile.placement.heads import TABLE, Head, find_heads
 from moecompile.placement.outputs import finish, is_placed, trained_values
 from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
@@ -33,7 +34,11 @@ AXIS = "tp"
 
 @dataclass(frozen=True)
 class ShardLinears(Pass):
-    """Cut linears over tp and what lies between them along the sequence, if the plan says so."""
+    """Cut linears over tp and what lies between them along the sequence, if the plan says so. ``vocab``: cut the head, too, by the
+    vocabulary, with the cross entropy over it and a table of embeddings that is the same parameter.
+    """
+
+    vocab: bool = False
 
     name: ClassVar[str] = "shard-linears"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED})
@@ -52,14 +57,19 @@ class ShardLinears(Pass):
         }
         trained = trained_values(ctx.program)
         chains = find_chains(graph.graph, params, trained, AXIS, ranks, ctx.mode)
-        _report(graph.graph, chains, params, ctx)
+        heads = (
+            find_heads(graph.graph, params, Trial(graph.graph, trained, AXIS, ranks, ctx.mode)) if self.vocab else []
+        )
+        _report(graph.graph, chains, heads, params, ctx)
         walk = sharder(graph.graph, {AXIS: ranks}, ctx.mode, strict=ctx.plan.strict)
         walk.ledger.differentiated = trained
         walk.wants = {chain.last.node: {AXIS: REPLICATE} for chain in chains}
         if ctx.plan.sequence_parallel:
             _cut_sequence(graph.graph, walk, chains, ranks)
+        _read_whole(heads, walk, ctx.plan.sequence_parallel)
         _share_tokens(graph.graph, walk, ranks, ctx.plan.sequence_parallel)
         cuts: dict[Node, Placement] = {node: placed for chain in chains for node, placed in chain.placements()}
+        cuts |= {node: placed for head in heads for node, placed in head.placements()}
         for node in inputs:
             walk.add_placeholder(node, {AXIS: cuts.get(node, REPLICATE)})
         for node in graph.graph.nodes:
@@ -69,14 +79,15 @@ class ShardLinears(Pass):
             item.placed(AXIS, cuts[node]) if node in cuts else item for node, item in inputs.items()
         ]
         finish(graph, ctx.program, walk, AXIS)
-        return len(chains) + 1  # at least the loss has become this rank's share
+        return len(chains) + len(heads) + 1  # at least the loss has become this rank's share
 
 
-def _report(graph: Graph, chains: list[Chain], params: set[Node], ctx: PassContext) -> None:
+def _report(graph: Graph, chains: list[Chain], heads: list[Head], params: set[Node], ctx: PassContext) -> None:
     """Say which linears stay whole on every rank, and why that is so."""
     cut = {chain.last.node for chain in chains} | {one.node for chain in chains for one, _ in chain.first}
+    cut |= {head.linear.node for head in heads}
     reason = f"no chain of linears that {ctx.mesh.size(AXIS)} ranks can cut begins or ends here, so it is whole on each"
-    for node in linears(graph, params):
+    for node in linears(graph, params, also=(TABLE,)):
         if node not in cut:
             ctx.decline(ShardLinears.name, f"{meta.where(node)}: {reason}")
 
@@ -103,6 +114,15 @@ def _cut_sequence(graph: Graph, walk: Sharder, chains: list[Chain], ranks: int) 
     for chain in chains:
         for reader, value in chain.entries():
             walk.reads.setdefault(reader, {})[value] = {AXIS: REPLICATE}
+
+
+def _read_whole(heads: list[Head], walk: Sharder, sequence_parallel: bool) -> None:
+    """Heads and tables that are cut see all tokens; what a table gives is a sum over the ranks, along the sequence if that is cut."""
+    for head in heads:
+        walk.reads[head.linear.node] = {head.linear.source: {AXIS: REPLICATE}}
+        for table in head.tables:
+            asked = walk.reads.pop(table, None)
+            walk.wants[table] = {AXIS: Shard(1) if asked and sequence_parallel else REPLICATE}
 
 
 def _check_sequence(node: Node, length: int, ranks: int) -> None:

@@ -3,6 +3,9 @@
 Before:  embedding(ids) -> ... -> attention(q, k, v) -> ...
 After:   embedding(this rank's part of ids) -> ... -> attention(q, all_gather(k), all_gather(v)) with this rank's rows of the mask -> ...
 
+With attention=alltoall (Ulysses, arXiv 2309.14509):
+         ... -> all_to_all(attention(all_to_all(q), all_to_all(k), all_to_all(v))) -> ...: the whole sequence for 1 / cp of the heads
+
 Ranks of one cp group pass the same tensors; each embeds its part of the sequence. What follows is decided by the rules of
 ``moecompile/placement``: attention reads all keys and values, positions, masks and labels are cut as the activations are, and ops along
 the sequence that no rule can cut (scans, convolutions) are gathered and listed in ``program.gathers``, or refused with
@@ -12,7 +15,7 @@ the sequence that no rule can cut (scans, convolutions) are gathered and listed 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,16 +25,22 @@ from moecompile import meta
 from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.outputs import finish, is_placed, trained_values
+from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
-from moecompile.placement.types import REPLICATE, Shard
+from moecompile.placement.types import REPLICATE, Placement, Shard
 
 AXIS = "cp"
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _LOOKUPS = (torch.ops.aten.embedding.default,)
 
 
 @dataclass(frozen=True)
 class ShardSequence(Pass):
-    """Cut the sequence over cp, beginning at the embedding of the tokens."""
+    """Cut the sequence over cp, beginning at the embedding of the tokens. ``attention``: gather keys and values, or turn the cut from
+    the sequence to the heads and back, which sends less with many ranks and gives all of them equal shares of a causal mask.
+    """
+
+    attention: Literal["allgather", "alltoall"] = "allgather"
 
     name: ClassVar[str] = "shard-sequence"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED})
@@ -56,6 +65,8 @@ class ShardSequence(Pass):
             ids = node.args[1]
             assert isinstance(ids, Node)
             walk.reads[node] = {ids: {AXIS: Shard(1)}}
+        if self.attention == "alltoall":
+            _turn_to_heads(graph, ctx, walk)
         for node, _ in ctx.program.items():
             walk.add_placeholder(node, {AXIS: REPLICATE})
         for node in graph.graph.nodes:
@@ -63,6 +74,33 @@ class ShardSequence(Pass):
                 walk.visit(node)
         finish(graph, ctx.program, walk, AXIS)
         return len(lookups)
+
+
+def _turn_to_heads(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
+    """Ask for attention over the heads of a rank, and for its result along the sequence again."""
+    ranks = ctx.mesh.size(AXIS)
+    if ctx.mesh.size("tp") > 1:
+        raise PassError(
+            f"shard-sequence: attention=alltoall cuts the heads over cp={ranks}, and tp={ctx.mesh.size('tp')} cuts them, too; use "
+            f"attention=allgather with tp, or tp=1."
+        )
+    for node in graphs.find(graph, _ATTENTION):
+        queries, keys, values = node.args[:3]
+        heads = meta.tensor(node).dim() - 3
+        counts = [int(meta.tensor(item).shape[heads]) if heads > 0 else 1 for item in (queries, keys, values)]  # type: ignore[arg-type]
+        if any(count % ranks for count in counts):
+            ctx.decline(
+                node.name, f"its {min(counts)} heads are not divided by cp={ranks}; its keys and values are gathered"
+            )
+            continue
+        asked: dict[Node, dict[str, Placement]] = {item: {AXIS: Shard(heads)} for item in (queries, keys, values)}  # type: ignore[misc]
+        mask = graphs.arguments(node)["attn_mask"]
+        if isinstance(mask, Node):
+            shape = meta.tensor(mask).shape
+            wide = len(shape) > 2 and shape[-3] != 1
+            asked[mask] = {AXIS: Shard(len(shape) - 3) if wide else REPLICATE}
+        walk.reads[node] = asked
+        walk.wants[node] = {AXIS: Shard(heads + 1)}
 
 
 def _is_of_tokens(node: Node) -> bool:

@@ -24,9 +24,8 @@ from moecompile.errors import PassError
 from moecompile.layout import Layout
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.types import PARTIAL
-from moecompile.program import InputKind, OutputKind, Program
+from moecompile.program import NUM_VALID, InputKind, OutputKind, Program
 
-NUM_VALID = "num_valid"  # counted from labels, on every stage alike
 _ITEM = re.compile(r"^(?P<list>.+)\.(?P<index>\d+)$")
 
 

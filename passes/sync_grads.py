@@ -48,7 +48,7 @@ class SyncGrads(Pass):
                 continue
             if output.kind is OutputKind.GRAD:
                 axis = reduce_axis(by_name[output.name], ctx.mesh)
-                if ctx.mesh.size(axis) > 1:
+                if axis and ctx.mesh.size(axis) > 1:
                     buckets.setdefault((axis, meta.tensor(found).dtype), []).append(at)
         for (axis, _), members in buckets.items():
             for part in self._split(members, results):
@@ -76,9 +76,9 @@ class SyncGrads(Pass):
 def reduce_axis(item: Input, mesh: Mesh) -> str:
     """The axis over which a parameter is replicated: what its own mesh has beside the axes that cut it.
 
-    For one that is cut over ep the mesh is that of the experts, for every other that of attention.
+    For one that is cut over ep the mesh is that of the experts, for every other that of attention. Empty where all axes cut it.
     """
-    cut = {axis for axis, placed in item.placements if isinstance(placed, Shard)}
+    cut = {part for axis, placed in item.placements if isinstance(placed, Shard) for part in axis.split("+")}
     axes = EXPERT_AXES if cut & {"ep", "etp"} else ATTENTION_AXES
     whole = [axis for axis in axes[1:] if axis not in cut]
     return joined([axis for axis in whole if mesh.size(axis) > 1] or whole[:1])

@@ -23,6 +23,7 @@ from moecompile.ops.experts import (
 from moecompile.ops.fused import check_rms_norm, check_rotary, check_silu_mul, check_swiglu, statistics_dtype
 from moecompile.ops.routing import check_rows, check_unpermute, check_unpermute_backward, may_have_padding
 from moecompile.runtime import products
+from moecompile.runtime.grouped_mlp import grouped_mlp, grouped_mlp_backward
 
 aten = torch.ops.aten
 
@@ -250,6 +251,8 @@ def refusing_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
 for _kernel in (
     grouped_linear,
     grouped_linear_wgrad,
+    grouped_mlp,
+    grouped_mlp_backward,
     mm,
     unpermute,
     unpermute_backward,

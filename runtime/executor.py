@@ -55,13 +55,17 @@ class Executor:
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if len(inputs) != self._num_inputs:
             raise ValueError(f"the program takes {self._num_inputs} inputs, but {len(inputs)} were passed.")
+        with without_autocast(), torch.set_grad_enabled(torch.is_grad_enabled() and not self._no_grad):
+            return self.run(inputs)
+
+    def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The same for a caller that has turned off autocast, and autograd where the graph does without."""
         module = self._bound
         if self.ranges or (self.ranges is None and profiler_enabled()):
             module = self._with_ranges()
         try:
-            with without_autocast(), torch.set_grad_enabled(torch.is_grad_enabled() and not self._no_grad):
-                outputs: tuple[Any, ...] = module.forward(*inputs)
-                return outputs
+            outputs: tuple[Any, ...] = module.forward(*inputs)
+            return outputs
         except Exception as error:
             node = _failed_node(error, module)
             if node is not None and node.name in self._axes and is_peer_fault(error):

@@ -148,6 +148,10 @@ def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
 # ---- meeting -----------------------------------------------------------------------------------------------
 
 
+# collectives of equal parts, whose second argument is the size of the group
+_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all)
+
+
 def _meet(waiting: dict[int, _Stop]) -> dict[int, Tensor | None]:
     """Do every collective whose group is complete: its ranks leave ``waiting`` and get their results."""
     answers: dict[int, Tensor | None] = {}
@@ -165,7 +169,7 @@ def _meet(waiting: dict[int, _Stop]) -> dict[int, Tensor | None]:
 def _check_fit(stops: list[_Stop]) -> None:
     """All ranks must ask for the same thing."""
     first = stops[0]
-    same_shape = first.op in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.exchange_counts)
+    same_shape = first.op in (ops.all_reduce, *_GROUPED)
 
     def asked(stop: _Stop) -> tuple[Any, ...]:
         constants = tuple(item for item in stop.args[1:-1] if isinstance(item, str | int)) if same_shape else ()
@@ -178,10 +182,9 @@ def _check_fit(stops: list[_Stop]) -> None:
             "the same collectives in the same order."
         )
     size = len(first.group)
-    stated = {ops.exchange_counts: first.args[1], ops.all_gather: first.args[1], ops.reduce_scatter: first.args[1]}
-    if stated.get(first.op, size) != size:
+    if first.op in _GROUPED and first.args[1] != size:
         raise VerifyError(
-            f"simulate: {first} is written for a group of {stated[first.op]}, but its group has {size} ranks."
+            f"simulate: {first} is written for a group of {first.args[1]}, but its group has {size} ranks."
         )
 
 
@@ -283,10 +286,17 @@ def _reduce_scatter_rows(stops: list[_Stop]) -> list[Tensor]:
     return [part.clone() for part in torch.split(total, sizes)]
 
 
+def _all_to_all(stops: list[_Stop]) -> list[Tensor]:
+    _, _, split_dim, concat_dim, _ = stops[0].args
+    parts = [stop.x.tensor_split(len(stops), split_dim) for stop in stops]
+    return [torch.cat([source[i] for source in parts], concat_dim) for i in range(len(stops))]
+
+
 _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.all_reduce: _all_reduce,
     ops.all_gather: _all_gather,
     ops.reduce_scatter: _reduce_scatter,
+    ops.all_to_all: _all_to_all,
     ops.exchange_counts: _exchange_counts,
     ops.dispatch: _exchange,
     ops.combine: _exchange,

@@ -15,19 +15,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from moecompile.compat import without_autocast
 from moecompile.errors import VerifyError
 from moecompile.program import InputKind
 from moecompile.runtime.executor import Executor
-from moecompile.runtime.faults import PeerError, is_peer_fault
+from moecompile.runtime.faults import PeerError, are_missing, is_peer_fault, missing_ranks
 from moecompile.runtime.process_groups import ProcessGroups
 from moecompile.stages import Part, Relayed, Stage
 
-# The value of an input of the program for one microbatch: ``feed(microbatch, input)``.
-Feed = Callable[[int, Any], Any]
+# What takes the outputs of the whole program that one half of a stage gives for a microbatch: ``collect(microbatch, values by place)``.
+Collect = Callable[[int, dict[int, Any]], None]
+# The values of the program's inputs for each microbatch, by name.
+Feed = Sequence[Mapping[str, Any]]
+
+
+class _Half:
+    """The forward or the backward of a stage, ready to run."""
+
+    def __init__(self, part: Part, outputs: Mapping[int, str], groups: ProcessGroups) -> None:
+        self.executor, self.returns = Executor(part.program, groups), part.returns
+        self.reads = [(item.name, item.kind is InputKind.RELAYED) for item in part.program.inputs]
+        there = set(part.returns)
+        self.outputs = [(place, name) for place, name in outputs.items() if name in there]
+
+    def run(self, fed: Mapping[str, Any], values: dict[str, Any]) -> dict[int, Any]:
+        """Add what the graph makes to ``values``, and return what the whole program gives of it."""
+        given = [values[name] if relayed else fed[name] for name, relayed in self.reads]
+        with torch.no_grad():
+            values.update(zip(self.returns, self.executor.run(given), strict=True))
+        return {place: values[name] for place, name in self.outputs}
 
 
 class GraphStage:
-    """One stage of this rank, as schedules see it. ``results[place]`` collects a whole program's output over the microbatches."""
+    """One stage of this rank, as schedules see it."""
 
     def __init__(self, stage: Stage, num_stages: int, groups: ProcessGroups, device: torch.device) -> None:
         self.stage, self.groups, self.device = stage, groups, device
@@ -37,22 +57,23 @@ class GraphStage:
         self.stage_index_to_group_rank = {at: at % self.group_size for at in range(num_stages)}
         self.is_first, self.is_last = stage.index == 0, stage.index == num_stages - 1
         self.submod, self.has_backward, self.output_chunks = torch.nn.Identity(), False, list[Any]()
-        self._forward = Executor(stage.forward.program, groups)
-        self._backward = None if stage.backward is None else Executor(stage.backward.program, groups)
+        self.forward = _Half(stage.forward, stage.outputs, groups)
+        self.backward = None if stage.backward is None else _Half(stage.backward, stage.outputs, groups)
+        self._peers = {at: dist.get_global_rank(self.group, at % self.group_size) for at in range(num_stages)}
         self.args_recv_info, self.act_send_info = {0: ()}, dict[int, list[int]]()  # to neighbours only
-        self.feed: Feed = lambda _, __: None
-        self.collect: Callable[[int, int, Any], None] = lambda _, __, ___: None
+        self.feed: Feed = ()
+        self.collect: Collect = lambda _, __: None
         self.doing = "nothing yet"
-        self.live = self.most_live = 0
         self.clear_runtime_states()
 
     # -- what schedules ask once --------------------------------------------------------------------------------------
     def clear_runtime_states(self) -> None:
         """Forget the microbatches of the step before."""
-        self._values: dict[int, dict[str, Any]] = {}
+        self._values: dict[int, dict[str, Any]] = {}  # saved by forwards whose backward is to come, by microbatch
+        self._sent: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, dict[str, Any]] = {}
         self._buffers: dict[tuple[int, str], Tensor] = {}
-        self.live = self.most_live = 0
+        self.most_live = 0
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -71,7 +92,7 @@ class GraphStage:
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def _receive(self, chunk: int, found: Sequence[Relayed], source: int, what: str) -> list[dist.P2POp]:
-        self.doing = f"receiving {what} of microbatch {chunk}"
+        self.doing = f"receiving {what} of microbatch {chunk} from rank {self._peers[source]}"
         ops = []
         for item in found:
             buffer = torch.empty(item.shape, dtype=item.dtype, device=self.device)
@@ -79,12 +100,14 @@ class GraphStage:
             ops.append(self._op(dist.irecv, buffer, source))
         return ops
 
-    def _send(self, values: Mapping[str, Any], found: Sequence[Relayed], target: int) -> list[dist.P2POp]:
+    def _send(
+        self, chunk: int, values: Mapping[str, Any], found: Sequence[Relayed], target: int, what: str
+    ) -> list[dist.P2POp]:
+        self.doing = f"sending {what} of microbatch {chunk} to rank {self._peers[target]}"
         return [self._op(dist.isend, self._checked(values.get(item.name), item).contiguous(), target) for item in found]
 
     def _op(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
-        peer = self.stage_index_to_group_rank[stage]
-        return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group)
+        return dist.P2POp(kind, tensor, self._peers[stage], self.group)
 
     def _checked(self, value: Any, item: Relayed) -> Tensor:
         """A neighbour would take zeros, or wait for ever, for what is not there."""
@@ -110,7 +133,8 @@ class GraphStage:
         )
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        return [] if self.is_last else self._send(self._values[chunk], self.stage.sent, self.stage_index + 1)
+        sent = self._sent.pop(chunk)
+        return [] if self.is_last else self._send(chunk, sent, self.stage.sent, self.stage_index + 1, "the forward")
 
     def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         found = self.stage.received_grads if self.has_backward else ()
@@ -118,7 +142,9 @@ class GraphStage:
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         grads = self._grads.pop(chunk)
-        return [] if self.is_first else self._send(grads, self.stage.sent_grads, self.stage_index - 1)
+        if self.is_first:
+            return []
+        return self._send(chunk, grads, self.stage.sent_grads, self.stage_index - 1, "the backward")
 
     # neighbours on one rank hand over without messages
     def set_local_fwd_input(self, prev: Any, chunk: int) -> None:
@@ -138,40 +164,19 @@ class GraphStage:
         self.doing = f"computing the forward of microbatch {chunk}"
         values: dict[str, Any] = {}
         self._take(chunk, self.stage.received, values)
-        self._run(self._forward, self.stage.forward, chunk, values)
-        self._collect(chunk, values, self.stage.forward)
-        if self.has_backward:
-            self.live += 1
-            self.most_live = max(self.most_live, self.live)
-        kept = {item.name for item in self.stage.sent} | set(self.stage.saved if self.has_backward else ())
-        self._values[chunk] = {name: value for name, value in values.items() if name in kept}
-        if self.is_last:
-            return torch.zeros(())  # losses are collected like every other output
-        return tuple(values[item.name] for item in self.stage.sent)
+        self.collect(chunk, self.forward.run(self.feed[chunk], values))
+        self._values[chunk] = {name: values[name] for name in self.stage.saved} if self.has_backward else {}
+        self._sent[chunk] = sent = {item.name: values.get(item.name) for item in self.stage.sent}
+        self.most_live = max(self.most_live, len(self._values) if self.has_backward else 0)
+        return torch.zeros(()) if self.is_last else tuple(sent.values())  # losses are collected like every other output
 
     def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> None:
         self.doing = f"computing the backward of microbatch {chunk}"
-        values, grads = self._values.pop(chunk), dict[str, Any]()
-        self._take(chunk, self.stage.received_grads, grads)
-        values.update(grads)
-        if self._backward is not None and self.stage.backward is not None:
-            self._run(self._backward, self.stage.backward, chunk, values)
-            self._collect(chunk, values, self.stage.backward)
-        self.live -= 1
+        values = self._values.pop(chunk)
+        self._take(chunk, self.stage.received_grads, values)
+        if self.backward is not None:
+            self.collect(chunk, self.backward.run(self.feed[chunk], values))
         self._grads[chunk] = {item.name: values.get(item.name) for item in self.stage.sent_grads}
-
-    def _run(self, executor: Executor, part: Part, chunk: int, values: dict[str, Any]) -> None:
-        given = [
-            values[item.name] if item.kind is InputKind.RELAYED else self.feed(chunk, item)
-            for item in part.program.inputs
-        ]
-        values.update(zip(part.returns, executor(given), strict=True))
-
-    def _collect(self, chunk: int, values: Mapping[str, Any], part: Part) -> None:
-        there = set(part.returns)
-        for place, name in self.stage.outputs.items():
-            if name in there:
-                self.collect(chunk, place, values[name])
 
 
 @dataclass
@@ -185,25 +190,32 @@ class Pipeline:
     trains: bool
     _runner: Any = field(default=None)
 
-    def run(self, feed: Feed, collect: Callable[[int, int, Any], None]) -> None:
-        """All microbatches. ``collect(microbatch, place, value)`` gets every output of the whole program that this rank computes."""
+    def run(self, feed: Feed, collect: Collect) -> None:
+        """All microbatches; ``collect`` gets every output of the whole program that this rank computes."""
         for stage in self.stages:
             stage.feed, stage.collect = feed, collect
         if self._runner is None:
             self._runner = self._schedule()
         target = torch.zeros(self.microbatches) if any(stage.is_last for stage in self.stages) and self.trains else None
         try:
-            self._runner.step(target=target, return_outputs=False)
+            with without_autocast():
+                self._runner.step(target=target, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error, PeerError) or not is_peer_fault(error):
                 raise
-            doing = "; ".join(f"stage {stage.stage_index} was {stage.doing}" for stage in self.stages)
-            raise PeerError(
-                f"rank {self.groups.rank}: a message of the pipeline never came: {doing}; a neighbour on axis pp, ranks "
-                f"{self.groups.ranks('pp')}, died or did not arrive within timeout={self.groups.mesh.plan.timeout:g} s; look for its own "
-                "error first, or raise Plan(timeout=...).",
-                (),
-            ) from error
+            raise self._peer_fault() from error
+
+    def _peer_fault(self) -> PeerError:
+        """Name what each stage of this rank was doing, and the missing rank."""
+        groups = self.groups
+        doing = ", ".join(f"stage {stage.stage_index} was {stage.doing}" for stage in self.stages)
+        others = [rank for rank in groups.ranks("pp") if rank != groups.rank]
+        missing = missing_ranks(groups.fault_store, groups.rank, others, groups.hang_up)
+        return PeerError(
+            f"rank {groups.rank}: a message of the pipeline never came: {doing}; {are_missing(missing)} (it died, or did not arrive "
+            f"within timeout={groups.mesh.plan.timeout:g} s); look for its own error first, or raise Plan(timeout=...).",
+            missing,
+        )
 
     def _schedule(self) -> Any:
         first: Any = self.stages[0]

@@ -192,7 +192,7 @@ class Surroundings:
         if "numpy" in sys.modules:
             drawing.append(("np", sys.modules["numpy"].random.get_state, "NumPy's random numbers"))
         for called, state, name in drawing:
-            lines = [at for holder in self._holders.values() if (at := (holder.keys or {}).get(called))]
+            lines = [found for holder in self._holders.values() if (found := (holder.keys or {}).get(called))]
             self._holder(state, name, (lines or [forward_line(model)])[0])
 
     def _held_by(self, value: Any, name: str, line: str) -> Iterator[Holder]:

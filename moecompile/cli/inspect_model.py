@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 from moecompile import api
 from moecompile.errors import CaptureError
-from moecompile.program import Program
+from moecompile.program import InputKind, Program
+from moecompile.stages import Relayed, cut_stages
 
 from .loading import load_example, load_model, load_plan, one_example, usual_example
 
@@ -56,7 +58,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         print(json.dumps(found, indent=2))
         return 0
     console.print(
-        "\n".join([*_layer_lines(found), *_gather_lines(found)]), highlight=False, markup=False, soft_wrap=True
+        "\n".join([*_layer_lines(found), *_stage_lines(found), *_gather_lines(found)]),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     console.print(_passes(found))
     if arguments.show:
@@ -117,9 +122,48 @@ def report(model: nn.Module, program: Program) -> dict[str, Any]:
         "world_size": program.plan.world_size,
         "layers": layers,
         "not_layers": [{**item, "source": _relative(item["source"])} for item in program.unrouted],
+        "stages": _stages(program),
         "gathers": gathers,
         "passes": passes,
     }
+
+
+def _stages(program: Program) -> list[dict[str, Any]]:
+    """What each pipeline stage computes, holds and sends; nothing without stages. ``parameters`` counts one rank's share."""
+    if program.layout is None:
+        return []
+    found = []
+    for stage in cut_stages(program):
+        held = {item.fqns: item for item in stage.forward.program.inputs if item.kind is InputKind.PARAM}
+        found.append(
+            {
+                "stage": stage.index,
+                "rank": stage.index % program.plan.pp,
+                "holds": program.layout.described(stage.index),
+                "parameters": sum(math.prod(item.local_shape(program.mesh)) for item in held.values()),
+                "sends": [_sent(item) for item in stage.sent],
+                "sends_back": [_sent(item) for item in stage.sent_grads],
+                "saves": len(stage.saved),
+            }
+        )
+    return found
+
+
+def _sent(item: Relayed) -> str:
+    return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
+
+
+def _stage_lines(found: dict[str, Any]) -> list[str]:
+    """One line a pipeline stage."""
+    lines = []
+    for stage in found["stages"]:
+        sends = f"sends {', '.join(stage['sends'])}" if stage["sends"] else "sends nothing on"
+        back = f", {', '.join(stage['sends_back'])} back" if stage["sends_back"] else ""
+        lines.append(
+            f"stage {stage['stage']} on pipeline rank {stage['rank']}: {stage['holds']}; {stage['parameters']:,} parameters a rank; "
+            f"{sends}{back}"
+        )
+    return lines
 
 
 def _relative(source: str) -> str:

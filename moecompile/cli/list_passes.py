@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moecompile.pass_base import Pass
+from moecompile.pass_base import Pass, option_name
 from moecompile.passes import ALL_PASSES, STEP
 
 NAME = "passes"
@@ -63,7 +63,7 @@ def options(kind: type[Pass]) -> dict[str, str]:
     for field in dataclasses.fields(kind):
         default = _text(field.default)
         choices = [_text(choice) for choice in typing.get_args(hints[field.name])]
-        found[field.name.replace("_", "-")] = " | ".join([default, *(item for item in choices if item != default)])
+        found[option_name(field.name)] = " | ".join([default, *(item for item in choices if item != default)])
     return found
 
 

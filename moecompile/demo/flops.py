@@ -80,6 +80,16 @@ def _grouped_wgrad(sizes: _Sizes) -> int:
     return 2 * rows * out * inner
 
 
+def _grouped_mlp(products: int, at: int) -> Rule:
+    """``products`` with each weight; rows [R, H] are argument ``at``, before the counts and the weights [E, out, in]."""
+
+    def rule(sizes: _Sizes) -> int:
+        weights = sum(math.prod(sizes.arg(at + place)[1:]) for place in (2, 3))
+        return products * 2 * sizes.arg(at)[0] * weights
+
+    return rule
+
+
 def _attention(products: int, at: int) -> Rule:
     """``products`` matmuls between queries [B, h, S, D] (argument ``at``) and keys [B, h, L, D]."""
 
@@ -101,6 +111,8 @@ _RULES: dict[Any, Rule] = {
     ops.grouped_linear_wgrad: _grouped_wgrad,
     ops.cpu.grouped_linear: _grouped_linear,
     ops.cpu.grouped_linear_wgrad: _grouped_wgrad,
+    ops.cpu.grouped_mlp: _grouped_mlp(1, 0),
+    ops.cpu.grouped_mlp_backward: _grouped_mlp(2, 1),
     aten.scaled_dot_product_attention.default: _attention(2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0),
     # scores again, and the gradients of scores, values, queries and keys

@@ -9,7 +9,7 @@ from typing import Any
 
 from moecompile.compat import OpOverload
 from moecompile.ops import cpu
-from moecompile.ops.collectives import all_gather, all_reduce, reduce_scatter
+from moecompile.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from moecompile.ops.exchange import combine, dispatch, exchange_counts, set_size_checks, sizes_to_host
 from moecompile.ops.experts import grouped_linear, grouped_linear_wgrad, grouped_sum
 from moecompile.ops.fused import (
@@ -24,7 +24,7 @@ from moecompile.ops.fused import (
 from moecompile.ops.graft import graft
 from moecompile.ops.random import fold_seed, global_rows, uniform, uniform_rows
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
-from moecompile.ops.sharding import local_place, local_slice
+from moecompile.ops.sharding import local_place, local_slice, own_index
 from moecompile.ops.uneven import all_gather_rows, gathered_sizes_to_host, reduce_scatter_rows
 
 # Position of the mesh axis (when bound: the process-group name) among the arguments of each collective.
@@ -35,6 +35,7 @@ AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
         combine: 4,
         all_reduce: 2,
         all_gather: 2,
+        all_to_all: 4,
         reduce_scatter: 2,
         all_gather_rows: 3,
         reduce_scatter_rows: 3,
@@ -47,6 +48,7 @@ TRANSPOSE: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyTyp
         combine: dispatch,
         all_reduce: all_reduce,
         all_gather: reduce_scatter,
+        all_to_all: all_to_all,
         reduce_scatter: all_gather,
         all_gather_rows: reduce_scatter_rows,
         reduce_scatter_rows: all_gather_rows,
@@ -61,6 +63,7 @@ __all__ = [
     "all_gather",
     "all_gather_rows",
     "all_reduce",
+    "all_to_all",
     "combine",
     "cpu",
     "dispatch",
@@ -75,6 +78,7 @@ __all__ = [
     "grouped_sum",
     "local_place",
     "local_slice",
+    "own_index",
     "permute",
     "permute_local",
     "reduce_scatter",

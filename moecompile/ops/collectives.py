@@ -1,4 +1,4 @@
-"""Collectives over a mesh axis whose gradient is the true adjoint: all_reduce, all_gather, reduce_scatter.
+"""Collectives over a mesh axis whose gradient is the true adjoint: all_reduce, all_gather, reduce_scatter, all_to_all.
 
 `axis` is a mesh axis name while a graph is rewritten and the name of a process group when it runs.  No op
 changes its input.
@@ -163,4 +163,54 @@ reduce_scatter = define(
     _reduce_scatter_fake,
     setup=_group_setup,
     backward=_reduce_scatter_backward,
+)
+
+# ---- all_to_all --------------------------------------------------------------------------------------------
+
+
+def _turned_shape(x: Tensor, group_size: int, split_dim: int, concat_dim: int) -> list[int]:
+    require(
+        0 <= split_dim < x.dim() and 0 <= concat_dim < x.dim() and split_dim != concat_dim,
+        f"moe::all_to_all: split_dim is {split_dim} and concat_dim is {concat_dim}, but two dims of {list(x.shape)}, counted from "
+        "the front, are needed; pass them so.",
+    )
+    require(
+        x.shape[split_dim] % group_size == 0,
+        f"moe::all_to_all: dimension {split_dim} of x has size {x.shape[split_dim]}, but a multiple of the group size {group_size} "
+        "is needed; pad it.",
+    )
+    shape = list(x.shape)
+    shape[split_dim] //= group_size
+    shape[concat_dim] *= group_size
+    return shape
+
+
+def _all_to_all(x: Tensor, group_size: int, split_dim: int, concat_dim: int, axis: str) -> Tensor:
+    """From parts along `concat_dim` to parts along `split_dim`: part i of x goes to rank i, and what comes is joined in rank order."""
+    _turned_shape(x, group_size, split_dim, concat_dim)
+    group = group_of("all_to_all", axis, group_size)
+    parts = torch.stack(x.tensor_split(group_size, split_dim))
+    found = torch.empty_like(parts)
+    transport.all_to_all(found, parts, group)
+    return torch.cat(found.unbind(0), concat_dim)
+
+
+def _all_to_all_fake(x: Tensor, group_size: int, split_dim: int, concat_dim: int, axis: str) -> Tensor:
+    return x.new_empty(_turned_shape(x, group_size, split_dim, concat_dim))
+
+
+def _all_to_all_setup(ctx: Any, inputs: tuple[Tensor, int, int, int, str], output: Tensor) -> None:
+    _, ctx.group_size, ctx.split_dim, ctx.concat_dim, ctx.axis = inputs
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return all_to_all(grad, ctx.group_size, ctx.concat_dim, ctx.split_dim, ctx.axis), None, None, None, None
+
+
+all_to_all = define(
+    "all_to_all(Tensor x, int group_size, int split_dim, int concat_dim, str axis) -> Tensor",
+    _all_to_all,
+    _all_to_all_fake,
+    setup=_all_to_all_setup,
+    backward=_all_to_all_backward,
 )

@@ -69,6 +69,50 @@ unpermute_backward = _define(
     _unpermute_backward_fake,
 )
 
+
+def check_grouped_mlp(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor) -> None:
+    """What grouped_mlp demands of its arguments, except that the counts add up to the rows."""
+    check_grouped_linear(rows, tokens_per_expert, w_in, None)
+    require(
+        w_out.dim() == 3 and w_out.shape[0] == w_in.shape[0] and w_in.shape[1] == 2 * w_out.shape[2],
+        f"moe_cpu::grouped_mlp: w_out has shape {list(w_out.shape)}, but [E, H, F] for w_in [E, 2F, H] = "
+        f"{list(w_in.shape)} is needed; stack gate over up in w_in.",
+    )
+    require(
+        rows.dtype == w_out.dtype and rows.dtype in (torch.float32, torch.float64),
+        f"moe_cpu::grouped_mlp: rows are {rows.dtype} and w_out is {w_out.dtype}, but both must be float32 or float64; use "
+        "grouped_linear and swiglu for others.",
+    )
+
+
+def _grouped_mlp_fake(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor]:
+    check_grouped_mlp(rows, tokens_per_expert, w_in, w_out)
+    return rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(rows.shape[0], w_in.shape[1])
+
+
+def _grouped_mlp_backward_fake(
+    grad: Tensor, rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor, h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_grouped_mlp(rows, tokens_per_expert, w_in, w_out)
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(rows, memory_format=contiguous),
+        torch.empty_like(w_in, memory_format=contiguous),
+        torch.empty_like(w_out, memory_format=contiguous),
+    )
+
+
+# grouped_linear(swiglu(h), w_out) of h = grouped_linear(rows, w_in), which the backward takes
+grouped_mlp = _define(
+    "grouped_mlp(Tensor rows, Tensor tokens_per_expert, Tensor w_in, Tensor w_out) -> (Tensor y, Tensor h)",
+    _grouped_mlp_fake,
+)
+grouped_mlp_backward = _define(
+    "grouped_mlp_backward(Tensor grad, Tensor rows, Tensor tokens_per_expert, Tensor w_in, Tensor w_out, Tensor h) -> "
+    "(Tensor grad_rows, Tensor grad_w_in, Tensor grad_w_out)",
+    _grouped_mlp_backward_fake,
+)
+
 # ---- plain products ----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""This rank's part of a value that every rank holds whole: local_slice and its adjoint.
+"""This rank's part of a value that every rank holds whole: local_slice and its adjoint; of a range of numbers: own_index.
 
 The index is a 0-d int64 tensor and a graph input, so all ranks of a plan share one graph text.  Dimension `dim` is seen as
 `[outer, ranks, inner]`; the part of rank r is `[:, r]`.
@@ -73,4 +73,43 @@ local_place = define(
     _local_place_fake,
     setup=_setup,
     backward=_place_backward,
+)
+
+# ---- own_index ---------------------------------------------------------------------------------------------
+
+
+def _check_index(index: Tensor) -> None:
+    require(
+        index.dtype in (torch.int32, torch.int64),
+        f"moe::own_index: index is {index.dtype}, but int32 or int64 is needed; cast it.",
+    )
+
+
+def _own_index(index: Tensor, first: Tensor, held: int, total: int, ignore: int) -> tuple[Tensor, Tensor]:
+    """Numbers below `total` of which this rank has `held` from `first` on: counted from there, 0 for those of others; which are own.
+
+    A number out of range is an IndexError on the CPU, as it is where the whole is indexed; `ignore` is none's.
+    """
+    _check_index(index)
+    if index.device.type == "cpu":
+        wrong = (index != ignore) & ((index < 0) | (index >= total))
+        if wrong.any():
+            raise IndexError(
+                f"moe::own_index: index {int(index[wrong][0])} is out of range for {total} classes or rows; pass 0 to {total - 1}"
+                + (f", or {ignore} for what is left out." if ignore < 0 else ".")
+            )
+    here = index - first
+    own = (here >= 0) & (here < held) & (index != ignore)
+    return here * own, own
+
+
+def _own_index_fake(index: Tensor, first: Tensor, held: int, total: int, ignore: int) -> tuple[Tensor, Tensor]:
+    _check_index(index)
+    return torch.empty_like(index), torch.empty_like(index, dtype=torch.bool)
+
+
+own_index = define(
+    "own_index(Tensor index, Tensor first, int held, int total, int ignore) -> (Tensor safe, Tensor own)",
+    _own_index,
+    _own_index_fake,
 )

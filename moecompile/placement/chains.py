@@ -8,7 +8,7 @@ without moving anything in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from .. import meta, ops
 from ..compat import FakeTensorMode
 from ..errors import PassError
+from .sharder import Sharder
 from .table import sharder
 from .types import REPLICATE, Shard
 
@@ -67,12 +68,14 @@ class Chain:
         yield self.last.weight, Shard(self.last.in_dim)
 
 
-def linears(graph: Graph, params: set[Node]) -> dict[Node, Linear]:
-    """Every linear of the graph whose weight is one of ``params``, read by it alone."""
+def linears(graph: Graph, params: set[Node], also: tuple[Any, ...] = ()) -> dict[Node, Linear]:
+    """Every linear of the graph whose weight is one of ``params``, read by it alone, or else by calls of ``also``."""
     found: dict[Node, Linear] = {}
     for node in graph.nodes:
         linear = _linear(node)
-        if linear is None or linear.weight not in params or len(linear.weight.users) > 1:
+        if linear is None or linear.weight not in params:
+            continue
+        if any(user is not node and user.target not in also for user in linear.weight.users):
             continue
         if linear.bias is None or (linear.bias in params and len(linear.bias.users) == 1):
             found[node] = linear
@@ -110,11 +113,11 @@ def find_chains(
     for node, linear in reversed(known.items()):
         if node in used or meta.tensor(linear.weight).shape[linear.in_dim] % ranks:
             continue
-        between, sources = _before(linear.source, known)
+        between, sources = before(linear.source, known)
         free = [known[source] for source in sources if source not in used]
         if not free or len(between) > _MOST_BETWEEN:
             continue
-        trial = _Trial(graph, differentiated, axis, ranks, mode)
+        trial = Trial(graph, differentiated, axis, ranks, mode)
         chain = _try(linear, free, between, trial)
         if chain is not None:
             found.append(chain)
@@ -122,7 +125,7 @@ def find_chains(
     return found[::-1]
 
 
-def _before(start: Node, known: dict[Node, Linear]) -> tuple[set[Node], list[Node]]:
+def before(start: Node, known: dict[Node, Linear]) -> tuple[set[Node], list[Node]]:
     """Ops between ``start`` and the nearest linears before it, and those linears."""
     between: set[Node] = set()
     sources: dict[Node, None] = {}
@@ -137,7 +140,7 @@ def _before(start: Node, known: dict[Node, Linear]) -> tuple[set[Node], list[Nod
     return between, list(sources)
 
 
-def _try(last: Linear, free: list[Linear], between: set[Node], trial: _Trial) -> Chain | None:
+def _try(last: Linear, free: list[Linear], between: set[Node], trial: Trial) -> Chain | None:
     """The first way to cut the linears before ``last`` that the rules accept: all of them, or those nobody else passes through."""
     for chosen in _choices(free):
         if _is_read_elsewhere(chosen, between, last.node):
@@ -196,8 +199,8 @@ def _passes(node: Node, target: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """Runs the rules over what lies between the ends of a chain."""
+class Trial:
+    """Runs the rules over a part of the graph, to see where a cut of parameters leads."""
 
     graph: Graph
     differentiated: set[Node]
@@ -210,26 +213,31 @@ class _Trial:
 
         An activation from outside that would have to be cut is the residual stream: the chain then is none.
         """
-        walk = sharder(self.graph, {self.axis: self.ranks}, self.mode, strict=True)
         region = chain.between | {linear.node for linear, _ in chain.first}
-        cuts = dict(chain.placements())
-        outside = []
-        try:
-            for node in self._ordered(region):
-                if node in region:
-                    walk.visit(node)
-                else:
-                    walk.add_placeholder(node, {self.axis: cuts.get(node, REPLICATE)})
-                    outside.append(node)
-        except PassError:
+        walk = self.walk(region, dict(chain.placements()))
+        if walk is None:
             return False
+        outside = walk.env.keys() - region
         stream = {walk.env[node] for node in outside if node.op == "call_function" and node in self.differentiated}
         if any(node.target is ops.local_slice and node.args[0] in stream for node in walk.graph.nodes):
             return False
         source = chain.last.source
         return walk.place(source, self.axis) == Shard(meta.tensor(source).dim() - 1)
 
-    def _ordered(self, region: frozenset[Node] | set[Node]) -> list[Node]:
+    def walk(self, region: frozenset[Node], cuts: Mapping[Node, Shard]) -> Sharder | None:
+        """The region as one rank computes it; None where something would be gathered. What it reads is whole, or cut as said."""
+        walk = sharder(self.graph, {self.axis: self.ranks}, self.mode, strict=True)
+        try:
+            for node in self._ordered(region):
+                if node in region:
+                    walk.visit(node)
+                else:
+                    walk.add_placeholder(node, {self.axis: cuts.get(node, REPLICATE)})
+        except PassError:
+            return None
+        return walk
+
+    def _ordered(self, region: frozenset[Node]) -> list[Node]:
         """The region and what it reads, in graph order."""
         wanted = region | {source for node in region for source in node.all_input_nodes}
         return [node for node in self.graph.nodes if node in wanted]

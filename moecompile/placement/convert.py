@@ -39,6 +39,8 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
     elif isinstance(have, Replicate) and isinstance(want, Shard) and not want.rows:
         part = sliced(walk, like, axis, want) if made is walk.env.get(like) else None
         new = part if part is not None else _slice(walk, made, like, axis, want)
+    elif isinstance(have, Shard) and isinstance(want, Shard) and _can_turn(like, have, want, walk.axes[axis]):
+        new = walk.call(ops.all_to_all, made, walk.axes[axis], want.dim, have.dim, axis, like=like)
     elif isinstance(have, Shard) and isinstance(want, Replicate) and not have.rows:
         new = _gather(walk, made, like, axis, have)
     else:
@@ -50,6 +52,12 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
     meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
     _note_sums(made, new)
     return new
+
+
+def _can_turn(like: Node, have: Shard, want: Shard, ranks: int) -> bool:
+    """Whether a value can go from one cut dim to another by exchanging equal parts."""
+    plain = not have.rows and not want.rows and have.outer == want.outer == 1
+    return plain and have.dim != want.dim and meta.tensor(like).shape[want.dim] % ranks == 0
 
 
 def _note_sums(made: Node, new: Node) -> None:

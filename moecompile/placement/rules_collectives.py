@@ -37,6 +37,14 @@ def reduce_scatter(call: Call) -> Decision:
     return Decision(placed)
 
 
+def all_to_all(call: Call) -> Decision:
+    """From one dim to another on the other axis; a cut of a third stays."""
+    placed = call.placed(call.args[0])
+    if isinstance(placed, Shard) and placed.dim in (call.get("split_dim"), call.get("concat_dim")):
+        raise NoRuleError("it turns a dim that this axis has cut already.")
+    return Decision(placed)
+
+
 def local_slice(call: Call) -> Decision:
     """A part along one dim, of a value that is cut along another."""
     placed, dim = call.placed(call.args[0]), call.get("dim")
@@ -50,5 +58,6 @@ RULES: dict[Any, Rule] = {
     ops.all_reduce: all_reduce,
     ops.all_gather: all_gather,
     ops.reduce_scatter: reduce_scatter,
+    ops.all_to_all: all_to_all,
     ops.local_slice: local_slice,
 }

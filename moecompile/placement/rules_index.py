@@ -12,6 +12,7 @@ from .. import meta
 from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, follow
 from .constants import counts_up_along
 from .types import PARTIAL, REPLICATE, Partial, Placement, Shard
+from .vocabulary import emit_lookup
 
 aten = torch.ops.aten
 
@@ -238,11 +239,27 @@ def one_hot(call: Call) -> Decision:
 def embedding(call: Call) -> Decision:
     """The result is cut as the ids are; the table is whole."""
     table, ids = call.args[0], call.args[1]
+    if call.placed(table) == Shard(0):
+        return _over_rows(call, table, ids)
     call.whole([table], "table")
     placed = call.placed(ids)
     if isinstance(placed, Shard) and (call.get("scale_grad_by_freq") or call.get("sparse")):
         raise NoRuleError("scale_grad_by_freq and sparse gradients count ids on one rank only; leave both off.")
     return Decision(placed if isinstance(placed, Shard) else REPLICATE, call.reduced())
+
+
+def _over_rows(call: Call, table: Node, ids: Node) -> Decision:
+    """A table that is cut by rows, looked up for all ids on every rank."""
+    if call.get("padding_idx") >= 0 or call.get("scale_grad_by_freq") or call.get("sparse"):
+        raise NoRuleError("padding_idx, scale_grad_by_freq and sparse gradients look at whole tables; leave them off.")
+    return Decision(PARTIAL, {} if call.placed(ids) == REPLICATE else {ids: REPLICATE})
+
+
+def _emit_embedding(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
+    for axis in decisions:
+        if isinstance(node.args[0], Node) and walk.given(node.args[0], axis, decisions) == Shard(0):
+            return emit_lookup(walk, node, decisions, axis)
+    return None
 
 
 RULES: dict[Any, Rule] = {
@@ -263,4 +280,4 @@ RULES: dict[Any, Rule] = {
     aten.embedding.default: embedding,
 }  # fmt: skip
 
-EMITTERS: dict[Any, Emitter] = {aten.index.Tensor: _emit_index}
+EMITTERS: dict[Any, Emitter] = {aten.index.Tensor: _emit_index, aten.embedding.default: _emit_embedding}

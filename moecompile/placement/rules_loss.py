@@ -11,6 +11,7 @@ from .. import meta, ops
 from ..graph import arguments
 from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, changed
 from .types import PARTIAL, REPLICATE, Partial, Shard
+from .vocabulary import emit_over_classes
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def classes(call: Call) -> Decision:
     if cut is None:
         return Decision(REPLICATE, call.reduced())
     if cut.dim == class_dim:
-        raise NoRuleError("its class dim is cut, which only vocabulary parallelism may do.")
+        return _over_classes(call, cut, same)
     after = cut.moved(cut.dim - (cut.dim > class_dim))
     needs = Needs()
     for item, wanted in ((source, cut), (target, cut if same else after)):
@@ -37,6 +38,23 @@ def classes(call: Call) -> Decision:
     if isinstance(weight, Node) and isinstance(call.placed(weight), Partial):
         needs.want(weight, REPLICATE)
     return Decision(after if call.get("reduction") == _NONE else PARTIAL, needs)
+
+
+def _over_classes(call: Call, cut: Shard, same: bool) -> Decision:
+    """Classes that are cut: each rank picks the targets among its own, and shares the logarithm of the sum that all have."""
+    source, target, weight = call.args[0], call.args[1], call.get("weight")
+    if (
+        call.node.target is not aten.cross_entropy_loss.default
+        or same
+        or weight is not None
+        or cut.outer > 1
+        or cut.rows
+    ):
+        raise NoRuleError("its class dim is cut, which only a cross entropy of indices without class weights may have.")
+    needs = Needs() if call.placed(target) == REPLICATE else Needs({target: REPLICATE})
+    if call.placed(source) != cut:
+        needs.want(source, cut)
+    return Decision(PARTIAL, needs)
 
 
 def _rows_cut(call: Call, class_dim: int, same: bool) -> Shard | None:
@@ -54,6 +72,11 @@ def _emit_classes(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Nod
     """A mean: local sum over global count. Narrow types are summed as float32, in which no sum overflows."""
     found = arguments(node)
     axes = [axis for axis, decision in decisions.items() if isinstance(decision.out, Partial)]
+    source = found["self"]
+    class_dim = min(1, meta.tensor(source).dim() - 1)
+    for axis in axes:
+        if walk.given(source, axis, decisions) == Shard(class_dim):
+            return emit_over_classes(walk, node, decisions, axis, class_dim)
     if found["reduction"] == _NONE or not axes or _linear_only(walk, node, decisions):
         return None
     dtype = meta.tensor(node).dtype

@@ -32,7 +32,8 @@ def cumsum(call: Call) -> Decision:
 def _emit_cumsum(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
     """Seen as ``[outer, ranks, inner]`` the dim is in the order of its blocks ``(outer, rank)``.
 
-    The total of each block goes to all ranks; the sum of the blocks before one's own is added to the local sums.
+    The total of each block goes to all ranks; the sum of the blocks before one's own is added to the local sums. Where the ranks stand
+    there is a dim of size 1 of their own, so that the totals are parts along it and not terms of a sum.
     """
     source = node.args[0]
     assert isinstance(source, Node)
@@ -55,20 +56,21 @@ def _emit_cumsum(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node
         meta.tensor(made).shape[dim + 1 :],
     )
     made = call(aten._to_copy.default, made, dtype=wanted) if meta.tensor(made).dtype != wanted else made
-    blocks = call(aten.reshape.default, made, [*before, placed.outer, size // placed.outer, *behind])
-    own = call(aten.cumsum.default, blocks, dim + 1, dtype=wanted)
+    outer, lead = placed.outer, len(before)
+    blocks = call(aten.reshape.default, made, [*before, outer, 1, size // outer, *behind])
+    own = call(aten.cumsum.default, blocks, lead + 2, dtype=wanted)
     totals = call(
         aten.reshape.default,
-        call(aten.sum.dim_IntList, blocks, [dim + 1], dtype=wanted),
-        [1, *before, placed.outer, *behind],
+        call(aten.sum.dim_IntList, blocks, [lead + 2], dtype=wanted),
+        [1, *before, outer, *behind],
     )
     gathered = call(ops.all_gather, totals, ranks, axis)  # [ranks, ..., outer, ...]
-    ordered = call(aten.movedim.int, gathered, 0, dim + 1)  # [..., outer, ranks, ...]
-    flat = call(aten.reshape.default, ordered, [*before, placed.outer * ranks, *behind])
-    earlier = call(aten.sub.Tensor, call(aten.cumsum.default, flat, dim, dtype=wanted), flat)
-    apart = call(aten.reshape.default, earlier, [*before, placed.outer, ranks, *behind])
+    ordered = call(aten.movedim.int, gathered, 0, lead + 1)  # [..., outer, ranks, ...]
+    flat = call(aten.reshape.default, ordered, [*before, outer * ranks, *behind])
+    earlier = call(aten.sub.Tensor, call(aten.cumsum.default, flat, lead, dtype=wanted), flat)
+    apart = call(aten.reshape.default, earlier, [*before, outer, ranks, 1, *behind])
     here = call(aten.reshape.default, walk.offset(axis), [1])
-    mine = call(aten.index_select.default, apart, dim + 1, here)  # [..., outer, 1, ...]
+    mine = call(aten.index_select.default, apart, lead + 1, here)  # [..., outer, 1, 1, ...]
     return call(aten.reshape.default, call(aten.add.Tensor, own, mine), [*before, size, *behind])
 
 

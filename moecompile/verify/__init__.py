@@ -1,8 +1,8 @@
 """Graph verifier: what must hold after every pass, whatever the pass was.
 
 `verify_program` is cheap and runs after each pass; `verify_values` computes every shape again and runs once, at the
-end. With ``MOECOMPILE_PROVE=1`` in the environment, where every value lives is proved as well (`spread`), whenever the graph was
-cut, dispatched or differentiated, and at the end. That is no default yet: some right programs are beyond its rules.
+end. Where every value lives is proved (`spread`) whenever the graph was cut, dispatched or differentiated, and at the end;
+``MOECOMPILE_PROVE=0`` in the environment leaves that out, and so does ``balance_scope="local"``.
 """
 
 import os
@@ -11,6 +11,7 @@ from ..errors import VerifyError
 from ..program import Program
 from . import values
 from .collectives import check_collectives, check_exchanges, check_transposes
+from .expand import expanded
 from .facts import check_facts
 from .placements import check_partial_values
 from .spread import check_spread, is_due, remember
@@ -19,8 +20,9 @@ from .structure import check_structure
 __all__ = ["check_spread", "verify_program", "verify_values"]
 
 
-def _proves() -> bool:
-    return os.environ.get("MOECOMPILE_PROVE") == "1"
+def _proves(program: Program) -> bool:
+    """Balance losses of each rank's own batch are no value of the global program, which is what is proved."""
+    return os.environ.get("MOECOMPILE_PROVE") != "0" and program.plan.balance_scope == "global"
 
 
 def verify_program(program: Program) -> None:
@@ -29,20 +31,21 @@ def verify_program(program: Program) -> None:
         program.graph.lint()
     except RuntimeError as error:
         raise VerifyError(f"the graph is malformed: {error}") from error
+    whole, program = program, expanded(program)
     check_structure(program)
     check_collectives(program)
     check_partial_values(program)
     check_exchanges(program)
     check_transposes(program)
     check_facts(program)
-    if _proves():
-        remember(program)
-        if is_due(program):
+    if _proves(program):
+        remember(whole)
+        if is_due(whole):
             check_spread(program)
 
 
 def verify_values(program: Program) -> None:
     """Raise a VerifyError for a value that is not what its op gives."""
     values.verify_values(program)
-    if _proves():
+    if _proves(program):
         check_spread(program)

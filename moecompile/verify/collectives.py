@@ -17,13 +17,19 @@ from .. import meta, ops
 from ..graph import ancestors, find, symbolic_sizes
 from ..mesh import AXES, is_axis
 from ..ops import AXIS_ARGUMENT, TRANSPOSE
-from ..program import Level, OutputKind, Program
+from ..pass_base import Fact
+from ..program import InputKind, Level, OutputKind, Program
 from .report import fault
 
 aten = torch.ops.aten
 _EXCHANGES = (ops.dispatch, ops.combine)
 _SIZED = (*_EXCHANGES, ops.all_gather_rows, ops.reduce_scatter_rows)  # ops that carry how many rows each rank sends
-_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter)  # ops whose second argument is the group size
+_GROUPED = (
+    ops.exchange_counts,
+    ops.all_gather,
+    ops.reduce_scatter,
+    ops.all_to_all,
+)  # ops whose second argument is the group size
 
 
 def axis_of(node: Node) -> str:
@@ -97,7 +103,7 @@ def check_transposes(program: Program) -> None:
     """In a step graph the backward's collectives are the transposes of those that a gradient passes, one for one."""
     if program.level is not Level.STEP:
         return
-    synced = _reductions_of_results(program)
+    synced = _reductions_of_results(program) | weight_gathers(program)
     forward: dict[Any, list[Node]] = {}
     backward: dict[Any, list[Node]] = {}
     for node in program.graph.nodes:
@@ -130,6 +136,9 @@ def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
     if node.target in _EXCHANGES:
         send, recv = node.args[1:3]
         return target, axis_of(node), *((recv, send) if opposite else (send, recv))
+    if node.target is ops.all_to_all:
+        split, concat = node.args[2:4]
+        return target, axis_of(node), *((concat, split) if opposite else (split, concat))
     return target, axis_of(node)
 
 
@@ -138,7 +147,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _reductions_of_results(program: Program) -> set[Node]:
-    """All-reduces that sum an output over ranks: those of the gradients and of the reported loss."""
+    """Collectives that sum an output over ranks: those of the gradients and of the reported loss."""
     found: set[Node] = set()
     for result, item in zip(program.output_nodes(), program.outputs, strict=True):
         if isinstance(result, Node) and item.kind in (OutputKind.GRAD, OutputKind.LOSS):
@@ -149,17 +158,17 @@ def _reductions_of_results(program: Program) -> set[Node]:
 # what only moves or renames numbers between a gradient and the output that holds it
 _CARRIERS = {
     aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.clone.default,
-    aten.contiguous.default, aten._to_copy.default, aten.to.dtype,
+    aten.contiguous.default, aten._to_copy.default, aten.to.dtype, aten.permute.default, aten.constant_pad_nd.default,
 }  # fmt: skip
 
 
 def reductions(result: Node) -> list[Node]:
-    """The all-reduces between a computed value and the output that holds it, outermost first, through flat buckets."""
+    """The sums over ranks between a computed value and the output that holds it, outermost first, through flat buckets."""
     found: list[Node] = []
     parts: list[int] = []
     node: Any = result
     while isinstance(node, Node):
-        if node.target is ops.all_reduce:
+        if node.target in (ops.all_reduce, ops.reduce_scatter):
             found.append(node)
             node = node.args[0]
         elif node.target in _CARRIERS:
@@ -178,6 +187,26 @@ def reductions(result: Node) -> list[Node]:
 
 def _is_bucket(node: Any) -> bool:
     return isinstance(node, Node) and node.target is aten.split_with_sizes.default
+
+
+def weight_gathers(program: Program) -> set[Node]:
+    """Gathers of parameters that are held as shards: no gradient passes them, the backward gathers anew."""
+    if Fact.PARAMS_SHARDED not in program.facts:
+        return set()
+    inputs = dict(program.items())
+    found = set()
+    for node in find(program.graph, ops.all_gather):
+        if not data_axes(axis_of(node)):
+            continue
+        sources = [source for source in ancestors(node) if source.op == "placeholder"]
+        if sources and all(inputs[source].kind is InputKind.PARAM for source in sources):
+            found.add(node)
+    return found
+
+
+def data_axes(axis: str) -> bool:
+    """Whether the ranks of an axis hold copies of a parameter, unless it is held as shards."""
+    return set(axis.split("+")) <= {"dp", "cp", "edp"}
 
 
 def over(nodes: Iterable[Node]) -> list[str]:

@@ -15,7 +15,7 @@ from ..ops import cpu
 from ..pass_base import Fact
 from ..placement.types import Partial, Shard
 from ..program import InputKind, Level, OutputKind, Program
-from .collectives import axis_of, over, reductions
+from .collectives import axis_of, data_axes, reductions
 from .report import fault
 
 aten = torch.ops.aten
@@ -124,23 +124,47 @@ def _differentiated(program: Program) -> None:
 
 
 def _grads_synced(program: Program) -> None:
-    """Each gradient is summed exactly once, over the ranks that hold its parameter whole."""
+    """Each gradient is summed exactly once, over the ranks that hold its parameter whole, or scattered where these hold shards."""
     inputs = {item.name: item for item in program.inputs}
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
         if item.kind is not OutputKind.GRAD or not isinstance(found, Node):
             continue
-        cut = {axis for axis, placed in inputs[item.name].placements if isinstance(placed, Shard)}
+        axes = [axis for axis, placed in inputs[item.name].placements if isinstance(placed, Shard)]
+        cut = {part for axis in axes for part in axis.split("+")}
         mesh = ("edp", "ep", "etp") if cut & {"ep", "etp"} else ("dp", "cp", "tp")
         axis = "+".join(axis for axis in mesh if axis not in cut and program.mesh.size(axis) > 1)
-        wanted = [axis] if axis else []
-        chain = reductions(found)
-        if over(chain) != wanted or any(node.args[1] != "sum" for node in chain):
-            seen = " and ".join(f"{node.args[1]} over {axis_of(node)}" for node in chain) or "not reduced"
+        wanted = [f"sum over {axis}"] if axis else []
+        wanted += [f"scattered sum over {axis}" for axis in axes if data_axes(axis)]
+        seen = [_reduction(node) for node in reductions(found)]
+        if seen != wanted:
             raise fault(
                 found,
-                f"is the gradient of {item.name}: {seen}, one sum over {' '.join(wanted) or 'nothing'} is due; let "
-                f"sync-grads reduce it once",
+                f"is the gradient of {item.name}: {' of '.join(seen) or 'not reduced'}, one {' of '.join(wanted) or 'sum over nothing'} "
+                f"is due; let sync-grads reduce it once",
             )
+
+
+def _reduction(node: Node) -> str:
+    return (
+        f"scattered sum over {axis_of(node)}"
+        if node.target is ops.reduce_scatter
+        else f"{node.args[1]} over {axis_of(node)}"
+    )
+
+
+def _params_sharded(program: Program) -> None:
+    """Nothing but a gather reads a shard."""
+    for start, item in program.items():
+        axes = [axis for axis, placed in item.placements if isinstance(placed, Shard) and data_axes(axis)]
+        todo = list(start.users) if axes and item.kind is InputKind.PARAM else []
+        while todo:
+            node = todo.pop()
+            if node.target in (aten.reshape.default, aten.cat.default):
+                todo += node.users
+            elif node.target is not ops.all_gather or axis_of(node) != axes[-1]:
+                raise fault(
+                    node, f"reads {item.name}, of which this rank holds a shard over {axes[-1]}; gather it there first"
+                )
 
 
 def _lowered(program: Program) -> None:
@@ -165,6 +189,7 @@ CHECKS: MappingProxyType[Fact, Callable[[Program], None]] = MappingProxyType(
         Fact.EXPERTS_SHARDED: _experts_sharded,
         Fact.TOKENS_DISPATCHED: _tokens_dispatched,
         Fact.DIFFERENTIATED: _differentiated,
+        Fact.PARAMS_SHARDED: _params_sharded,
         Fact.GRADS_SYNCED: _grads_synced,
         Fact.LOWERED: _lowered,
     }

@@ -35,7 +35,9 @@ def _described(program: Program, node: Node, names: dict[str, str]) -> str:
     kind = f" {node.args[1]}" if node.target is ops.all_reduce else ""
     by = f" by {node.args[1]}, {node.args[2]}" if node.target in (ops.dispatch, ops.combine) else ""
     name = str(node.target).removesuffix(".default")
-    return f"{name}{kind} of {str(found.dtype).removeprefix('torch.')}[{shape}] over {axis} of {program.mesh.size(axis)}{by}"
+    stage = meta.stage(node)
+    at = "" if stage is None else f" on stage {stage}"
+    return f"{name}{kind} of {str(found.dtype).removeprefix('torch.')}[{shape}] over {axis} of {program.mesh.size(axis)}{by}{at}"
 
 
 def _size(size: Any, names: dict[str, str]) -> str:
@@ -51,4 +53,16 @@ def agreement(program: Program) -> str:
     """All of it as text, one fact a line; nothing in it may differ between the ranks of a program."""
     degrees = ", ".join(f"{axis}={size}" for axis, size in sorted(program.mesh.sizes.items()))
     code = hashlib.sha256(program.graph_module.code.encode()).hexdigest()
-    return "\n".join([f"mesh {degrees}", *collective_order(program), f"text of the program {code}"])
+    return "\n".join([f"mesh {degrees}", *_stages(program), *collective_order(program), f"text of the program {code}"])
+
+
+def _stages(program: Program) -> list[str]:
+    """What decides which messages the stages of a pipeline send, and in which order."""
+    if program.layout is None:
+        return []
+    plan = program.plan
+    tags = ",".join(str(meta.stage(node)) for node in program.graph.nodes)
+    return [
+        f"pipeline {plan.schedule or '1f1b'} of {plan.microbatches} microbatches, layout {program.layout}",
+        f"stages of the nodes {hashlib.sha256(tags.encode()).hexdigest()}",
+    ]

@@ -257,7 +257,17 @@ def mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
+def mlp_flops(rows: Any, counts: Any, w_in: Any, w_out: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    return 2 * rows[0] * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
+
+
+def mlp_backward_flops(grad: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * mlp_flops(*args, **kwargs)
+
+
 COUNTED = {
+    torch.ops.moe_cpu.grouped_mlp: mlp_flops,
+    torch.ops.moe_cpu.grouped_mlp_backward: mlp_backward_flops,
     torch.ops.moe_cpu.grouped_linear: grouped_flops,
     torch.ops.moe_cpu.grouped_linear_wgrad: grouped_wgrad_flops,
     torch.ops.moe_cpu.mm: mm_flops,

@@ -26,12 +26,14 @@ from tests.support.parity import slice_for
 
 aten = torch.ops.aten
 CONFIG = Config("loop", aux=0.1, shared=True, dropout=0.5, rotary=True, dtype=torch.bfloat16)
-PLAN = Plan(dp=4, ep=2, router_dtype="fp32", microbatches=2)
+STACKED = Config("stacked")  # float64, gate and up in one weight
+PLAN = Plan(dp=4, ep=2, router_dtype="fp32", reduce_dtype="fp32", microbatches=2)
 BATCH = tokens(16, 3, 0)
 # what a data rank's batch is cut further for: passes that have nothing to do under the plan above
 INNER = Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True)
 INNER_BATCH = tokens(2, 8, 0)
 STAGED = Plan(dp=1, pp=2, microbatches=2)
+SHARDED = Plan(dp=4, ep=2, passes="+shard-params")
 
 
 def calls(program: Program, *targets: object) -> list[Node]:
@@ -159,9 +161,36 @@ def gradients_summed(program: Program) -> None:
         assert found.target is ops.all_reduce and found.args[2] == ("edp" if cut else "dp"), item.name
 
 
+def gradients_cast(program: Program) -> None:
+    found = [
+        meta.tensor(node).dtype
+        for node, item in zip(program.output_nodes(), program.outputs, strict=True)
+        if item.kind is OutputKind.GRAD
+    ]
+    assert set(found) == {torch.float32}
+
+
+def params_sharded(program: Program) -> None:
+    """A rank holds a quarter of what is dense and half of its experts, and returns gradients of that size."""
+    every = sum(param.numel() for param in build(CONFIG).parameters())
+    experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.hidden * CONFIG.inner
+    assert elements(program) == (every - experts) // 4 + experts // 2 // 2
+    inputs = {item.name: item for item in program.inputs}
+    for found, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is OutputKind.GRAD:
+            assert tuple(meta.tensor(found).shape) == inputs[item.name].local_shape(program.mesh)
+
+
 def ops_lowered(program: Program) -> None:
     assert not calls(program, ops.grouped_linear, ops.grouped_linear_wgrad, ops.unpermute)
     assert len(calls(program, ops.cpu.grouped_linear)) >= 3 * CONFIG.layers
+
+
+def experts_joined(program: Program) -> None:
+    assert not calls(program, ops.cpu.grouped_linear, ops.cpu.grouped_linear_wgrad)
+    assert (
+        len(calls(program, ops.cpu.grouped_mlp)) == len(calls(program, ops.cpu.grouped_mlp_backward)) == STACKED.layers
+    )
 
 
 def activations_fused(program: Program) -> None:
@@ -201,9 +230,12 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "split-stages": stages_split,
     "differentiate": differentiated,
     "sync-loss": loss_summed,
+    "cast-grads": gradients_cast,
+    "shard-params": params_sharded,
     "sync-grads": gradients_summed,
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
+    "fuse-experts": experts_joined,
 }
 
 
@@ -218,19 +250,22 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Two pipelines in which each pass first runs with an empty body and then for real."""
-    inner, staged = {"shard-sequence", "shard-linears"}, {"split-stages"}
-    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in inner | staged}
-    narrow = {name: item for name, item in run_twice(INNER, INNER_BATCH).items() if name in inner}
-    deep = {name: item for name, item in run_twice(STAGED, INNER_BATCH).items() if name in staged}
-    return wide | narrow | deep
+    """Pipelines in which each pass first runs with an empty body and then for real."""
+    apart = {"shard-sequence", "shard-linears", "split-stages", "fuse-experts", "shard-params"}
+    wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in apart}
+    inner = run_twice(INNER, INNER_BATCH)
+    deep = run_twice(STAGED, INNER_BATCH)["split-stages"]
+    joined = run_twice(PLAN, BATCH, STACKED)["fuse-experts"]
+    flat = run_twice(SHARDED, BATCH)["shard-params"]
+    narrow = {name: inner[name] for name in ("shard-sequence", "shard-linears")}
+    return {**wide, **narrow, "split-stages": deep, "fuse-experts": joined, "shard-params": flat}
 
 
-def run_twice(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, Outcome]:
+def run_twice(plan: Plan, batch: dict[str, torch.Tensor], config: Config = CONFIG) -> dict[str, Outcome]:
     """The verdicts on every pass of one pipeline."""
     part = slice_for(batch, plan, 0)
     request = Request((), part, plan)
-    program = as_program(capture(build(CONFIG), request), request)
+    program = as_program(capture(build(config), request), request)
     found = {}
     for item in pipeline.parse(default_pipeline(plan, step=True), PASSES):
         facts, level = program.facts, program.level

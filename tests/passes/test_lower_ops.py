@@ -39,6 +39,19 @@ def test_reference_changes_nothing() -> None:
     assert found.before == found.after
 
 
+def test_values_on_a_gpu_keep_the_ops_that_run_there() -> None:
+    """A CPU kernel has no place in a program for another device."""
+    program = golden.run(golden.captured(), "recognize-moe,shard-dense,differentiate")
+    wanted = len(graphs.find(program.graph, ops.grouped_linear))
+    for node in program.graph.nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = torch.empty_like(node.meta["val"], device="cuda")
+    golden.run(program, "lower-ops", check=False)
+    assert program.history[-1].rewrites == 0
+    assert len(graphs.find(program.graph, ops.grouped_linear)) == wanted > 0
+
+
 def test_unknown_backend() -> None:
     with pytest.raises(PassError, match="choose one of these"):
         lowered("lower-ops{backend=fpga}")

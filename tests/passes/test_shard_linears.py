@@ -53,6 +53,28 @@ def test_golden_gated(golden: golden.Golden) -> None:
     golden("gated", rewrite())
 
 
+def headed() -> golden.Rewrite:
+    return golden.rewrite(BEFORE, "shard-linears{vocab=true}", TP, golden.Scale())
+
+
+def test_golden_head(golden: golden.Golden) -> None:
+    golden("head", headed())
+
+
+def test_effect_of_a_head() -> None:
+    """Half the classes on each rank, and no score travels."""
+
+    def effect() -> None:
+        program = headed().program
+        assert cuts(program) == {"head.weight": Shard(0)}
+        (linear,) = graphs.find(program.graph, aten.linear.default)
+        assert meta.tensor(linear).shape[1] == golden.EXPERTS // 2
+        assert len(graphs.find(program.graph, ops.all_reduce)) == 2
+
+    golden.assert_needs(ShardLinears, effect)
+    assert cuts(rewrite(golden.Scale()).program) == {}  # only if asked for
+
+
 class Fed(Attentive):
     """Two linears in place of attention: a shorter text."""
 

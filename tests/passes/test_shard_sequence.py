@@ -42,6 +42,54 @@ def test_golden(golden: golden.Golden) -> None:
     golden("attention", rewrite(Short()))
 
 
+class Heads(nn.Module):
+    """Embedded tokens as queries, keys and values of two heads of one feature each."""
+
+    LENGTH = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(golden.Attentive.VOCAB, golden.WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seen = self.embed(ids).unsqueeze(-1).transpose(1, 2)
+        out: Tensor = F.scaled_dot_product_attention(seen, 2 * seen, -seen, is_causal=True).sum()
+        return out
+
+
+def turned(plan: Plan = CP) -> golden.Rewrite:
+    return golden.rewrite(BEFORE, "shard-sequence{attention=alltoall}", plan, _Attentive(Heads()))
+
+
+class _Attentive(golden.Attentive):
+    """Gives a module the batch that the golden harness passes to an `Attentive`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        del self.embed, self.qkv, self.out
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.inner(ids)
+        return out
+
+
+def test_golden_turned(golden: golden.Golden) -> None:
+    golden("turned", turned())
+
+
+def test_effect_turned() -> None:
+    """Half the heads see the whole sequence."""
+
+    def effect() -> None:
+        program = turned().program
+        (attention,) = graphs.find(program.graph, aten.scaled_dot_product_attention.default)
+        assert {tuple(meta.tensor(item).shape) for item in attention.args[:3]} == {(1, 1, 4, 1)}  # type: ignore[arg-type]
+        assert len(graphs.find(program.graph, ops.all_to_all)) == 4
+
+    golden.assert_needs(ShardSequence, effect)
+
+
 def assert_cut(program: Program) -> None:
     """Half the queries see all keys and values, gathered once; everything before and behind is half as long."""
     length = golden.Attentive.LENGTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import moecompile as mc
 from moecompile import meta
+from moecompile.cli import inspect_model
 from moecompile.compilation import Request, as_program, capture
 from moecompile.errors import PassError, PlanError
 from moecompile.plan import Plan
@@ -160,3 +162,34 @@ def test_more_stages_than_layers() -> None:
 def test_a_layout_for_another_number_of_layers() -> None:
     with pytest.raises(PlanError, match=r"2 decoder layers \(t\) for a model of 4"):
         program(plan=replace(PLAN, layout="Et|tL"))
+
+
+def test_stages_survive_saving_and_loading(tmp_path: Path) -> None:
+    program().save(tmp_path / "step.py")
+    loaded = mc.load(tmp_path / "step.py")
+    assert loaded.layout == program().layout and str(loaded) == str(program())
+    for mine, theirs in zip(stages(), cut_stages(loaded), strict=True):
+        assert mine.outputs.keys() == theirs.outputs.keys() and len(mine.saved) == len(theirs.saved) > 0
+        for there in ("received", "sent", "received_grads", "sent_grads"):
+            assert [(item.shape, item.dtype) for item in getattr(mine, there)] == [
+                (item.shape, item.dtype) for item in getattr(theirs, there)
+            ]
+        assert mine.forward.program.graph_module.code.count("\n") == theirs.forward.program.graph_module.code.count(
+            "\n"
+        )
+    assert "stage" not in {meta.module_path(node) for node in loaded.graph.nodes}
+
+
+def test_inspect_says_what_each_stage_holds_and_sends() -> None:
+    found = inspect_model.report(build(CONFIG), program())["stages"]
+    assert [(item["stage"], item["rank"], item["holds"]) for item in found] == [
+        (0, 0, "embedding, 2 decoder"),
+        (1, 1, "2 decoder, loss"),
+    ]
+    total = sum(param.numel() for param in build(CONFIG).parameters())
+    tied = build(CONFIG).get_parameter("embed.weight").numel()
+    assert sum(item["parameters"] for item in found) == total + tied  # both stages have the tied table
+    assert f"float64[2, 8, {CONFIG.hidden}]" in found[0]["sends"] and found[1]["sends"] == []
+    assert inspect_model._stage_lines({"stages": found})[0].startswith(
+        "stage 0 on pipeline rank 0: embedding, 2 decoder; "
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from moecompile.timeline import Action, bubble, most_live, order, svg, text, timeline
+from moecompile.timeline_figure import figure, save
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(0, 8))
@@ -80,3 +82,13 @@ def test_text_and_picture() -> None:
     picture = ET.fromstring(svg(rows))
     rects = [item for item in picture.iter() if item.tag.endswith("rect")]
     assert len(rects) == sum(map(len, rows)) == 8
+
+
+def test_figure(tmp_path: Path) -> None:
+    rows = timeline("interleaved-1f1b", 2, 4, 2)
+    made = figure(rows, "interleaved")
+    (axes,) = made.axes
+    assert len(axes.patches) == len(axes.texts) == sum(map(len, rows)) == 32
+    assert axes.get_title() == "interleaved: bubble 11%"
+    save(rows, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

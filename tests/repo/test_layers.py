@@ -17,7 +17,7 @@ PACKAGE = "moecompile"
 
 ROW = {
     **dict.fromkeys(["errors", "compat"], 0),
-    **dict.fromkeys(["plan_fields", "layout", "timeline", "published", "plan", "mesh", "cost"], 1),
+    **dict.fromkeys(["plan_fields", "layout", "timeline", "timeline_figure", "published", "plan", "mesh", "cost"], 1),
     **dict.fromkeys(["ops", "meta"], 2),
     **dict.fromkeys(["graph", "printer", "placement", "tracing", "program", "stages"], 3),
     "pass_base": 4,

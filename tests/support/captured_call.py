@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from moecompile import meta
 from moecompile.capture import Captured
 from moecompile.program import InputKind
 
@@ -30,6 +33,17 @@ def run_captured(captured: Captured, model: nn.Module, *args: Any, **kwargs: Any
             assert item.kind is InputKind.BATCH
             values.append(leaves[item.leaf])
     return torch.fx.Interpreter(captured.graph_module).run(*values)
+
+
+def copied(captured: Captured) -> Captured:
+    """The same capture with a graph of its own, which passes may rewrite."""
+    graph, env = Graph(), dict[Node, Node]()
+    for node in captured.graph_module.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta = meta.copy_meta(node)
+    made = GraphModule(captured.graph_module, graph)
+    made.meta = dict(captured.graph_module.meta)
+    return dataclasses.replace(captured, graph_module=made, constants=dict(captured.constants))
 
 
 def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:

@@ -34,7 +34,9 @@ def inputs_of(program: Program, model: nn.Module) -> list[torch.Tensor]:
             found.append(program.constants[item.name])
         else:
             value = node.meta["val"]
-            found.append(torch.randn(value.shape, dtype=value.dtype))
+            whole = not value.dtype.is_floating_point  # numbers of experts
+            draw = torch.randint(golden.EXPERTS, value.shape) if whole else torch.randn(value.shape, dtype=value.dtype)
+            found.append(draw)
     return found
 
 

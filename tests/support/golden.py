@@ -23,7 +23,7 @@ from moecompile.printer import graph_text, plan_text
 from moecompile.program import Program
 
 FOLDER = Path(__file__).parents[1] / "passes" / "golden"
-MAX_LINES = 60
+MAX_LINES = 80
 EXPERTS, WIDTH, TOKENS = 4, 2, 3
 PLAN = Plan(dp=2, ep=2)
 
@@ -162,8 +162,9 @@ class Attentive(nn.Module):
 
 def batch(model: nn.Module) -> tuple[Tensor, ...]:
     """What one rank passes; a model may bring an example of its own."""
-    if isinstance(model, Gated | Attentive):
-        return model.example()
+    example: Callable[[], tuple[Tensor, ...]] | None = getattr(model, "example", None)
+    if example is not None:
+        return example()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     return (x,) if isinstance(model, Block | Stack | Line | OverBatch) else (x, torch.randint(0, EXPERTS, (TOKENS,)))
 

@@ -76,11 +76,19 @@ def check_collectives(rank: int, world: int, axis: str) -> None:
     assert_same(ops.reduce_scatter(wide, world, axis).detach(), expected[part], 1e-15)
     assert ops.reduce_scatter(wide[:0], world, axis).shape == (0, 3)
 
+    # from parts along dim 0 to parts along dim 1 of the same whole
+    whole = torch.cat([rand(2, 3 * world, seed=30 + r) for r in range(world)])
+    turned = ops.all_to_all(whole[part], world, 1, 0, axis)
+    assert_same(turned, whole.chunk(world, 1)[rank])
+    assert_same(ops.all_to_all(turned, world, 0, 1, axis), whole[part])
+    rows = rand(2, 3 * world, seed=30 + rank, grad=True)
+
     # Adjoints: sum over ranks of <y_r, op(x)_r> equals sum over ranks of <op^T(y)_r, x_r>, with op^T from autograd.
     operators: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
         (lambda t: ops.all_reduce(t, "sum", axis), x),
         (lambda t: ops.all_gather(t, world, axis), x),
         (lambda t: ops.reduce_scatter(t, world, axis), wide),
+        (lambda t: ops.all_to_all(t, world, 1, 0, axis), rows),
     ]
     for op, value in operators:
         out = op(value)

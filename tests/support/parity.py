@@ -22,7 +22,7 @@ from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.program import Input, InputKind, OutputKind, Program
 from moecompile.runtime.simulator import simulate
-from moecompile.weights import part_of, put_together
+from moecompile.weights import padded, part_of, put_together
 
 Batch = dict[str, Tensor]
 
@@ -212,7 +212,17 @@ def assemble(
     pieces = []
     for index in range(mesh.size(axis)):
         pieces.append(_same(name, [part for at, part in zip(indices, parts, strict=True) if at == index]))
-    whole = put_together(pieces, placed)
+    return without_padding(name, put_together(pieces, placed), shape, placed.dim, mesh.size(axis))
+
+
+def without_padding(name: str, whole: Tensor, shape: torch.Size, dim: int, ranks: int) -> Tensor:
+    """A whole of that shape: what stands behind it in one dim must be the zeros with which unequal parts are filled up."""
+    size = shape[dim]
+    if (
+        whole.shape[dim] in (size, -(-size // ranks) * ranks)
+        and not whole.narrow(dim, size, whole.shape[dim] - size).any()
+    ):
+        whole = whole.narrow(dim, 0, size)
     if whole.shape != shape:
         raise ParityError(f"{name}: the parts make up {tuple(whole.shape)}, the whole is {tuple(shape)}.")
     return whole
@@ -223,14 +233,13 @@ def join_parts(
 ) -> list[Tensor]:
     """What each rank would hold were one cut, over ``axis``, undone; a rank that holds nothing goes on doing so."""
     groups = [mesh.group_ranks(axis, rank) for rank in range(mesh.world_size)]
-    found = [
-        put_together([parts[rank] for rank in group], placed) if parts[group[0]].numel() else parts[group[0]]
+    ranks = mesh.size(axis)
+    return [
+        without_padding(name, put_together([parts[rank] for rank in group], placed), shape, placed.dim, ranks)
+        if parts[group[0]].numel()
+        else parts[group[0]]
         for group in groups
     ]
-    for part in found:
-        if part.numel() and part.shape != shape:
-            raise ParityError(f"{name}: the parts make up {tuple(part.shape)}, {tuple(shape)} was due.")
-    return found
 
 
 def _same(name: str, copies: Sequence[Tensor]) -> Tensor:
@@ -372,4 +381,4 @@ def local_value(program: Program, item: Input, model: nn.Module, rank: int) -> T
     for axis, placed in item.placements:
         if isinstance(placed, Shard):
             value = part_of(value, placed, program.mesh.size(axis), program.mesh.axis_index(axis, rank))
-    return value.clone()
+    return padded(value, item.local_shape(program.mesh)).clone()

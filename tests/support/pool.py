@@ -69,6 +69,7 @@ class Part:
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[str, tuple[tuple[str, Shard], ...]] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
 
 
 def train(rank: int, job: Job, batches: list[Batch]) -> Part:
@@ -89,6 +90,7 @@ def train(rank: int, job: Job, batches: list[Batch]) -> Part:
             if at == 0 and job.forbid:
                 forbid_forward(model.plain)
         part.weights, part.cuts = held_weights(model), cuts(model)
+        part.owned = {name for name, cut in model._state.weights.cuts.items() if cut.owner is not None}
     return part
 
 
@@ -145,7 +147,7 @@ def gathered(parts: list[Part], reference: Run, plan: Plan) -> Run:
     mesh, run = Mesh(plan), Run()
     for at, expected in enumerate(reference.steps):
         steps = [part.steps[at] for part in parts]
-        grads = _whole([step.grads for step in steps], expected.grads, mesh, f"gradient of step {at}, ", parts[0].cuts)
+        grads = _whole([step.grads for step in steps], expected.grads, mesh, f"gradient of step {at}, ", parts[0])
         outputs = {
             name: assemble_output(name, [step.outputs[name] for step in steps], value.shape, mesh)
             for name, value in expected.outputs.items()
@@ -153,7 +155,7 @@ def gathered(parts: list[Part], reference: Run, plan: Plan) -> Run:
         loss = assemble_output("loss", [step.loss for step in steps], expected.loss.shape, mesh)
         norm = assemble_output("norm", [step.norm for step in steps], expected.norm.shape, mesh)
         run.steps.append(Step(loss, outputs, grads, norm))
-    run.weights = _whole([part.weights for part in parts], reference.weights, mesh, "weight ", parts[0].cuts)
+    run.weights = _whole([part.weights for part in parts], reference.weights, mesh, "weight ", parts[0])
     return run
 
 
@@ -162,14 +164,13 @@ def _whole(
     like: dict[str, Tensor],
     mesh: Mesh,
     what: str,
-    cuts: dict[str, tuple[tuple[str, Shard], ...]],
+    one: Part,
 ) -> dict[str, Tensor]:
     names = {frozenset(item) for item in held} | {frozenset(like)}
     assert len(names) == 1, f"{what}: the ranks and the reference do not have the same parameters: {names}"
     found = {}
     for name, whole in like.items():
-        parts, placed = [item[name] for item in held], cuts.get(name, ())
-        owned = sum(1 for part in parts if not part.numel()) > 0
+        parts, placed, owned = [item[name] for item in held], one.cuts.get(name, ()), name in one.owned
         first = ("ep", Shard(0)) if owned or not placed else placed[0]
         for at in range(len(placed) - 1, -1 if owned else 0, -1):
             parts = join_parts(f"{what}{name}", parts, _shape(whole.shape, placed[:at], mesh), mesh, *placed[at])

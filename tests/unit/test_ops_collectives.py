@@ -67,6 +67,7 @@ def test_opcheck_on_one_rank(lone_rank: str) -> None:
     opcheck(ops.combine, (rows, sizes, sizes, 5, lone_rank))
     opcheck(ops.all_reduce, (rows, "sum", lone_rank))
     opcheck(ops.all_gather, (rows, 1, lone_rank))
+    opcheck(ops.all_to_all, (rows, 1, 0, 1, lone_rank))
     opcheck(ops.reduce_scatter, (rows, 1, lone_rank))
     opcheck(ops.sizes_to_host, (counts, counts[None]))
     opcheck(ops.all_gather_rows, (rows, sizes, 5, lone_rank))

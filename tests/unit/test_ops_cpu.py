@@ -51,6 +51,46 @@ def test_experts(case: str, dtype: torch.dtype) -> None:
         assert (cpu.grouped_linear_wgrad(grad, rows, counts)[idle] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("most", [1, 2, 128])
+@pytest.mark.parametrize("case", COUNTS)
+def test_grouped_mlp(case: str, most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products and a swiglu, with the gradients that autograd finds, in blocks of any number of rows."""
+    monkeypatch.setattr("moecompile.runtime.grouped_mlp.BLOCK_ELEMENTS", most * IN)
+    monkeypatch.setattr("moecompile.runtime.grouped_mlp.LEAST_ROWS", 1)
+    counts = torch.tensor(COUNTS[case])
+    n = int(counts.sum())
+    leaves = rand(n, OUT, dtype=dtype), rand(E, 2 * IN, OUT, dtype=dtype, seed=1), rand(E, OUT, IN, dtype=dtype, seed=2)
+    rows, w_in, w_out = (t.requires_grad_() for t in leaves)
+    h = ops.grouped_linear(rows, counts, w_in)
+    y = ops.grouped_linear(ops.swiglu(h), counts, w_out)
+    grad = rand(n, OUT, dtype=dtype, seed=3)
+    wanted = torch.autograd.grad(y, (rows, w_in, w_out), grad)
+    with torch.no_grad(), poisoned_memory():
+        for first, last in ((w_in, w_out), (_strided(w_in), _strided(w_out))):
+            found = cpu.grouped_mlp_backward(grad, rows, counts, first, last, h)
+            for fast, reference in zip(
+                (*cpu.grouped_mlp(rows, counts, first, last), *found), (y.detach(), h.detach(), *wanted), strict=True
+            ):
+                assert_same(fast, reference, TOLERANCE[dtype])
+        idle = counts.reshape(-1, E).sum(0) == 0
+        assert all((part[idle] == 0).all() for part in found[1:])
+
+
+def _strided(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_grouped_mlp_refuses_what_it_does_not_compute() -> None:
+    rows, counts, w_in, w_out = rand(3, OUT), torch.tensor([1, 1, 1, 0]), rand(E, 2 * IN, OUT), rand(E, OUT, IN)
+    with pytest.raises(ValueError, match="stack gate over up"):
+        cpu.grouped_mlp(rows, counts, rand(E, IN, OUT), w_out)
+    with pytest.raises(ValueError, match="grouped_linear and swiglu"):
+        cpu.grouped_mlp(rows.bfloat16(), counts, w_in.bfloat16(), w_out.bfloat16())
+    with pytest.raises(ValueError, match="pass the counts"):
+        cpu.grouped_mlp(rows, torch.tensor([1, 1, 0, 0]), w_in, w_out)
+
+
 def test_counts_that_do_not_fit_are_refused() -> None:
     rows, weight = rand(3, IN), rand(E, OUT, IN)
     with pytest.raises(ValueError, match="pass the counts"):
@@ -212,6 +252,11 @@ def test_opcheck() -> None:
         (cpu.grouped_linear, (rows, counts, weight, rand(E, OUT))),
         (cpu.grouped_linear, (rows, counts, weight)),
         (cpu.grouped_linear_wgrad, (grad, rows, counts)),
+        (cpu.grouped_mlp, (rows, counts, rand(E, 2 * OUT, IN), rand(E, IN, OUT))),
+        (
+            cpu.grouped_mlp_backward,
+            (rows, rows.clone(), counts, rand(E, 2 * OUT, IN), rand(E, IN, OUT), rand(6, 2 * OUT)),
+        ),
         (cpu.unpermute, (rows, row_map, 3, 2, probs)),
         (cpu.unpermute, (rows, row_map, 3, 2)),
         (cpu.unpermute_backward, (rand(3, IN), rows, row_map, probs)),

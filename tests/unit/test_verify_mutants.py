@@ -28,6 +28,7 @@ from tests.support.parity import LockStep, Run, compare, plain, slice_for
 CONFIG = Config("ops", layers=1, hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
 pytestmark = pytest.mark.usefixtures("proving")
 SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
+WIDTH = Plan(dp=4, ep=2, etp=2)
 
 
 @dataclass
@@ -50,13 +51,18 @@ class Score:
         return "\n".join(rows)
 
 
+def _apart(plan: Plan) -> str:
+    """The pipeline of a step without fuse-experts: its ops are read written out again, so errors are planted in the parts."""
+    return default_pipeline(plan, step=True).replace(",fuse-experts", "")
+
+
 class Laboratory:
     """One model under one plan, its reference run, and its programs before and after differentiation."""
 
     def __init__(self, plan: Plan, config: Config = CONFIG) -> None:
         self.plan, self.config = plan, config
         self.batches = [tokens(2 * (plan.dp or 1), 8, 0, ignored=0.3)]
-        self.lock_step = LockStep(build(config), plan, self.batches[0])
+        self.lock_step = LockStep(build(config), plan, self.batches[0], pipeline=_apart(plan))
         self.step = self.lock_step.program
         self.reference: Run = plain(build(config), self.batches)
         assert self.runs_right(self.step)
@@ -72,7 +78,7 @@ class Laboratory:
 
     def finished(self, program: Program) -> Program:
         """The rest of the pipeline, unverified."""
-        tail = "differentiate" + default_pipeline(self.plan, step=True).partition(",differentiate")[2]
+        tail = "differentiate" + _apart(self.plan).partition(",differentiate")[2]
         with without_autocast():
             return pipelines.run(program, pipelines.parse(tail, PASSES), PASSES, check=False, record_text=False)
 
@@ -131,6 +137,7 @@ EQUIVALENT = {
         "axis dispatch ep -> dp+tp and axis combine_1 ep -> dp+tp",
         "axis combine ep -> dp+tp and axis dispatch_1 ep -> dp+tp",
     ],
+    WIDTH: ["axis all_reduce dp -> ep+etp", "axis all_reduce_2 dp -> ep+etp", "axis all_reduce_4 dp -> ep+etp"],
 }
 
 
@@ -153,7 +160,7 @@ def every_change(program: Program) -> list[tuple[Mutant, ...]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185)], ids=str)
+@pytest.mark.parametrize(("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185), (WIDTH, 115)], ids=str)
 def test_every_error_of_a_step_is_refused(plan: Plan, at_least: int) -> None:
     """Also two that make up for each other. What is not refused is listed by name, and is no error."""
     laboratory = Laboratory(plan)
@@ -185,6 +192,7 @@ def test_errors_before_differentiation(plan: Plan) -> None:
         Plan(dp=4, ep=2, dispatch="allgather"),
         Plan(dp=1, tp=4, ep=2),
         Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
+        Plan(dp=4, ep=2, etp=2, dispatch="allgather"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ Rule = Callable[["Call"], "Options | list[Options]"]
 
 _TERMS = (Kind.SUM, Kind.MEAN)
 _PARTS = (Kind.CUT, Kind.ROWS, Kind.AWAY, Kind.FRONT)
-_OPAQUE = (Kind.RECEIVED, Kind.TABLE, Kind.SIZES, Kind.OFFSET, Kind.OWN, Kind.PACKED, Kind.EXTREME)
+_OPAQUE = (Kind.RECEIVED, Kind.TABLE, Kind.ROLL, Kind.SIZES, Kind.OFFSET, Kind.OWN, Kind.PACKED, Kind.EXTREME)
 
 
 @dataclass

@@ -62,6 +62,8 @@ def _all_gather(call: Call) -> Options:
     """Parts of all ranks one behind the other, which is right where the ranks stand in front of all else."""
     source = call["x"]
     reading = plain(call.of(source))
+    if call.of(source).kind in (Kind.COUNTS, Kind.RECEIVED) and len(call.shape(source)) == 2:
+        return only(_told(call, call.of(source)))
     if not call.within(call["axis"]):
         if _is_behind(call, reading):  # the ranks come to stand in front of this cut
             reading = reading._replace(outer=reading.outer * call.size(call["axis"]))
@@ -74,6 +76,15 @@ def _all_gather(call: Call) -> Options:
         )
     front = before(call.shape(source), reading)
     return only(SAME if front == 1 else Reading(Kind.FRONT, outer=front))
+
+
+def _told(call: Call, counts: Reading) -> Reading:
+    """Counts by rank and expert, which ranks tell each other; on other digits they are as they were."""
+    if not call.within(call["axis"]):
+        return counts
+    if counts.kind is not Kind.COUNTS:
+        raise ConflictError(f"gathers {call['x'].name} over {call['axis']}, which is {counts} there already")
+    return counts._replace(kind=Kind.RECEIVED)
 
 
 def _is_behind(call: Call, reading: Reading) -> bool:
@@ -97,7 +108,21 @@ def _reduce_scatter(call: Call) -> Options:
         raise ConflictError(
             f"adds up {source.name} over {call['axis']}, which is {reading}; only a sum of parts may be taken"
         )
-    return only(cut(0)) if reading.outer == 1 else locate(call.out_shape, reading.outer)
+    return locate(call.out_shape, reading.outer)
+
+
+def _all_to_all(call: Call) -> Options:
+    """From parts along one dim to parts along another."""
+    source, reading = call["x"], plain(call.of(call["x"]))
+    split, concat = int(call["split_dim"]), int(call["concat_dim"])
+    if not call.within(call["axis"]):
+        turned = reading.kind is Kind.CUT and reading.dim in (split, concat)
+        return only(UNKNOWN if turned or reading.kind in (Kind.ROWS, Kind.AWAY) else reading)
+    if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or (reading.kind is Kind.SAME and is_even(reading, concat)):
+        return only(reading)
+    if reading != cut(concat):
+        raise ConflictError(f"turns {source.name}, which is {reading}; only parts along dim {concat} may be turned")
+    return only(cut(split))
 
 
 def _local_slice(call: Call) -> Options:
@@ -149,6 +174,7 @@ RULES: dict[str, Rule] = {
     "moe.all_reduce": _all_reduce,
     "moe.all_gather": _all_gather,
     "moe.reduce_scatter": _reduce_scatter,
+    "moe.all_to_all": _all_to_all,
     "moe.local_slice": _local_slice,
     "moe.local_place": _local_place,
 }

@@ -11,16 +11,16 @@ from torch.fx import Node
 
 from .call import Call, Rule, only, plain
 from .layers import gradient, summed
-from .readings import SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, is_even
+from .readings import SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut, is_even
+from .width import RECEIVED, SENT, back_to_front, back_to_front_backward, linear_in_parts, rows_of_all, wgrad_in_parts
 
-SENT, RECEIVED = 0, 1
 _PLAIN = (Kind.SAME, Kind.ZERO)
 
 
 def _rows_of(call: Call, tag: str, tokens: Reading) -> list[Options]:
     """What a permute of a rank's own tokens returns."""
     rows = Reading(Kind.ROWS, outer=tokens.outer, tag=tag)
-    return [only(rows), only(Reading(Kind.COUNTS, tag=tag)), only(rows)]
+    return [only(rows), only(rows._replace(kind=Kind.COUNTS)), only(rows)]
 
 
 def _permute(call: Call) -> list[Options]:
@@ -39,8 +39,10 @@ def _permute(call: Call) -> list[Options]:
 def _permute_local(call: Call) -> list[Options]:
     """All tokens of the group, of which each rank takes the rows of its own experts."""
     tokens, ids, first = plain(call.of(call["x"])), plain(call.of(call["topk_ids"])), call.of(call["first_expert"])
-    if first.kind is not Kind.OFFSET:
+    if first.kind is not Kind.OFFSET and ids.kind is not Kind.FRONT:
         return _permute(call)
+    if first.kind is not Kind.OFFSET:
+        return rows_of_all(call, tokens, ids)
     if first.dim != call["num_local_experts"]:
         raise ConflictError(
             f"takes {call['num_local_experts']} experts, but the first one's number grows by {first.dim} a rank"
@@ -50,7 +52,7 @@ def _permute_local(call: Call) -> list[Options]:
     if ids.kind not in (*_PLAIN, Kind.FRONT):
         raise ConflictError(f"takes the rows of its own experts from tokens that are {ids}; gather them first")
     rows = Reading(Kind.AWAY, outer=ids.outer if ids.kind is Kind.FRONT else 1, tag=call.node.name)
-    return [only(rows), only(Reading(Kind.TABLE, tag=call.node.name)), only(rows)]
+    return [only(rows), only(rows._replace(kind=Kind.TABLE)), only(rows)]
 
 
 def _tokens_of(rows: Reading) -> Reading:
@@ -60,7 +62,7 @@ def _tokens_of(rows: Reading) -> Reading:
     return Reading(Kind.FRONT, outer=rows.outer) if rows.outer > 1 else SAME
 
 
-def _fits(reading: Reading, wanted: Reading) -> bool:
+def fits(reading: Reading, wanted: Reading) -> bool:
     return reading == wanted or is_even(reading, 0) or (wanted.kind is Kind.SAME and reading.kind in _PLAIN)
 
 
@@ -69,6 +71,8 @@ def _unpermute(call: Call) -> Options:
     weights = plain(call.of(probs)) if isinstance(probs, Node) else None
     if Kind.UNKNOWN in (rows.kind, order.kind, weights.kind if weights else order.kind):
         return only(UNKNOWN)
+    if order.kind is Kind.FRONT:
+        return only(back_to_front(rows, order, weights))
     if order.kind in _PLAIN:
         terms = [item for item in (rows, weights) if item is not None and item.kind is Kind.SUM]
         if len(terms) > 1 or any(item is not None and item.kind not in (*_PLAIN, Kind.SUM) for item in (rows, weights)):
@@ -77,7 +81,7 @@ def _unpermute(call: Call) -> Options:
     if rows != order and not is_even(rows, 0):
         raise ConflictError(f"brings back rows that are {_named(rows)} in the order of rows that are {_named(order)}")
     wanted = _tokens_of(order)
-    if weights is not None and not _fits(weights, wanted):
+    if weights is not None and not fits(weights, wanted):
         raise ConflictError(f"weighs rows of tokens that are {wanted} by numbers that are {weights}")
     return only(wanted if order.kind is Kind.ROWS else SUM._replace(outer=order.outer))
 
@@ -86,14 +90,12 @@ def _unpermute_backward(call: Call) -> list[Options]:
     grad, rows, order, probs = (plain(call.of(call[name])) for name in ("grad", "rows", "row_map", "probs"))
     if Kind.UNKNOWN in (grad.kind, rows.kind, order.kind, probs.kind):
         return [only(UNKNOWN)] * 2
-    if order.kind in _PLAIN:
-        call.whole(call["rows"], call["probs"])
-        found = gradient(call, call["grad"], SAME)
-        return [only(found), only(found)]
+    if order.kind in (*_PLAIN, Kind.FRONT):
+        return back_to_front_backward(call, grad, rows, order, probs)
     wanted = _tokens_of(order)
     if rows != order and not is_even(rows, 0):
         raise ConflictError(f"brings back rows that are {_named(rows)} in the order of rows that are {_named(order)}")
-    if not _fits(grad, wanted) or not _fits(probs, wanted):
+    if not fits(grad, wanted) or not fits(probs, wanted):
         raise ConflictError(f"has gradients that are {grad} and weights that are {probs} for tokens that are {wanted}")
     return [only(order), only(wanted if order.kind is Kind.ROWS else SUM._replace(outer=order.outer))]
 
@@ -104,7 +106,9 @@ def _gather_rows(call: Call) -> Options:
         return only(UNKNOWN)
     if order.kind in _PLAIN:
         return only(gradient(call, call["x"], SAME))
-    if not _fits(source, _tokens_of(order)):
+    if order.kind is Kind.FRONT and source in (order._replace(tag=""), ZERO):
+        return only(SAME)
+    if not fits(source, _tokens_of(order)):
         raise ConflictError(f"takes rows from tokens that are {source}, in an order of rows that are {_named(order)}")
     return only(order)
 
@@ -116,9 +120,11 @@ def _named(rows: Reading) -> str:
 # ---- the experts' own linears ------------------------------------------------------------------------------------------
 
 
-def _counted(call: Call, rows: Reading, counts: Any) -> None:
-    """Counts must be those of these very rows, where the rows are."""
+def counted(call: Call, rows: Reading, counts: Any) -> None:
+    """Counts must be those of these very rows, where the rows are; rows of all ranks may be cut, or be terms of a sum."""
     found = call.of(counts)
+    if found.kind is Kind.ROLL and rows.kind in (*_PLAIN, Kind.CUT, Kind.SUM):
+        return
     wanted = {Kind.ROWS: Kind.COUNTS, Kind.AWAY: Kind.TABLE}.get(rows.kind)
     if wanted is None and found.kind not in _PLAIN:
         raise ConflictError(f"counts rows that are {_named(rows)} by numbers that are {_named(found)}")
@@ -130,36 +136,40 @@ def _grouped_linear(call: Call) -> Options:
     rows, weight, bias = plain(call.of(call["rows"])), plain(call.of(call["weight"])), call.get("bias")
     if Kind.UNKNOWN in (rows.kind, weight.kind, call.of(call["tokens_per_expert"]).kind):
         return only(UNKNOWN)
-    if weight.kind is Kind.CUT and weight.dim:
-        return only(UNKNOWN)
-    if rows.kind in (Kind.SAME, Kind.ZERO):
-        rows = _even_rows(call)
-    _counted(call, rows, call["tokens_per_expert"])
-    wanted = cut(0) if rows.kind is Kind.AWAY else SAME
+    rows = _even_rows(call, rows)
+    counted(call, rows, call["tokens_per_expert"])
+    if (weight.kind is Kind.CUT and weight.dim) or rows.kind is Kind.CUT:
+        return only(linear_in_parts(call, rows, weight, bias))
     for item in (call["weight"], bias):
+        wanted = cut(0) if rows.kind is Kind.AWAY else SUM if rows.kind is Kind.SUM and item is bias else SAME
         found = plain(call.of(item))
-        if item is not None and found != wanted and not (wanted is SAME and found.kind in _PLAIN):
+        fitting = found == wanted or (
+            found.kind is Kind.ZERO if wanted is SUM else wanted is SAME and found.kind in _PLAIN
+        )
+        if item is not None and not fitting:
             raise ConflictError(
                 f"multiplies rows that are {rows} by {item.name}, which is {found} and must be {wanted}"
             )
-    if rows.kind is Kind.SUM and bias is not None:
-        raise ConflictError("adds a bias to rows that are a sum still to be taken")
     return only(rows if rows.kind is not Kind.SAME else SAME)
 
 
-def _even_rows(call: Call) -> Reading:
+def _even_rows(call: Call, rows: Reading) -> Reading:
     """Rows of equal elements may stand for those that the counts are of."""
-    rows, counts = plain(call.of(call["rows"])), call.of(call["tokens_per_expert"])
+    counts = call.of(call["tokens_per_expert"])
     kind = {Kind.COUNTS: Kind.ROWS, Kind.TABLE: Kind.AWAY}.get(counts.kind)
-    return Reading(kind, tag=counts.tag) if kind is not None and is_even(rows, 0) else rows
+    return counts._replace(kind=kind) if kind is not None and is_even(rows, 0) else rows
 
 
 def _grouped_wgrad(call: Call) -> Options:
     grad, rows = plain(call.of(call["grad"])), plain(call.of(call["rows"]))
     if Kind.UNKNOWN in (grad.kind, rows.kind):
         return only(UNKNOWN)
+    rows = _even_rows(call, rows)
+    if rows.kind is Kind.CUT or grad.kind in (Kind.CUT, Kind.SUM):
+        counted(call, rows, call["tokens_per_expert"])
+        return only(wgrad_in_parts(grad, rows))
     found = gradient(call, call["grad"], rows)
-    _counted(call, rows, call["tokens_per_expert"])
+    counted(call, rows, call["tokens_per_expert"])
     return only(cut(0) if found.kind is Kind.AWAY else summed(found))
 
 
@@ -168,7 +178,9 @@ def _grouped_sum(call: Call) -> Options:
     if grad.kind is Kind.UNKNOWN:
         return only(UNKNOWN)
     if grad.kind is not Kind.SUM:
-        _counted(call, grad, call["tokens_per_expert"])
+        counted(call, grad, call["tokens_per_expert"])
+    if grad.kind is Kind.CUT:
+        return only(grad)
     return only(cut(0) if grad.kind is Kind.AWAY else summed(grad) if grad.kind is not Kind.SAME else SAME)
 
 
@@ -185,7 +197,7 @@ def _exchange_counts(call: Call) -> Options:
         raise ConflictError(
             f"tells other ranks numbers that are {_named(counts)}, where a permute's own counts are due"
         )
-    return only(Reading(Kind.RECEIVED, tag=counts.tag))
+    return only(counts._replace(kind=Kind.RECEIVED))
 
 
 def _sizes(call: Call) -> list[Options]:
@@ -197,8 +209,8 @@ def _sizes(call: Call) -> list[Options]:
             raise ConflictError(
                 f"takes sizes from {_named(own)} and {_named(received)}, which belong to different routings"
             )
-        sizes = [Reading(Kind.SIZES, way, tag=own.tag) for way in (SENT, RECEIVED)]
-        return [only(sizes[0]), only(sizes[1]), only(Reading(Kind.TABLE, tag=own.tag))]
+        sizes = [own._replace(kind=Kind.SIZES, dim=way) for way in (SENT, RECEIVED)]
+        return [only(sizes[0]), only(sizes[1]), only(own._replace(kind=Kind.TABLE))]
     if own != received and not (own.kind in _PLAIN and received.kind in _PLAIN):
         raise ConflictError(
             f"takes sizes from {_named(own)} and {_named(received)}, which belong to different routings"
@@ -223,7 +235,7 @@ def _exchange(call: Call) -> Options:
     there, back = (send.dim, recv.dim) == (SENT, RECEIVED), (send.dim, recv.dim) == (RECEIVED, SENT)
     before, after = (Kind.ROWS, Kind.AWAY) if there else (Kind.AWAY, Kind.ROWS)
     if rows.kind is Kind.SAME and is_even(rows, 0) and ways:
-        return only(Reading(after, tag=send.tag))
+        return only(Reading(after, outer=send.outer, tag=send.tag))
     if not ways or not (there or back) or rows.kind is not before or rows.tag != send.tag:
         raise ConflictError(
             f"sends rows that are {_named(rows)} over {call['axis']} by sizes that are not those of this exchange"

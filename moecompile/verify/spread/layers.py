@@ -235,7 +235,7 @@ def _uniform(call: Call) -> Options:
         return only(cut(dim, outer))
     if like.kind is not Kind.CUT:
         raise ConflictError(f"draws other numbers on each rank for a value that is {like}")
-    if (like.dim, like.outer) != (dim, outer):
+    if like.dim != dim or outer not in _stripes(call, like.outer, at):
         raise ConflictError(f"draws numbers for dim {dim} in {outer} stripes, but {call['like'].name} is {like}")
     return only(like)
 
@@ -248,6 +248,15 @@ def _own_index(call: Call) -> int | None:
     for at in found:
         check_index(call, call.of(call["index"][at]), int(call["ranks"][at]))
     return found[0] if found else None
+
+
+def _stripes(call: Call, here: int, at: int) -> set[int]:
+    """Stripes that a cut may have made, if there are so many in a part of which later cuts of the dim may have left out some."""
+    dims, found = call.get("dim"), {here}
+    for later in range(at + 1, len(call["ranks"])):
+        if dims is None or dims[later] == dims[at]:
+            found |= {stripes * int(call["ranks"][later]) for stripes in found}
+    return found
 
 
 def check_index(call: Call, index: Reading, ranks: int) -> None:
@@ -271,7 +280,7 @@ def _global_rows(call: Call) -> Options:
         if rows.kind in (Kind.ROWS, Kind.AWAY):
             raise ConflictError(f"numbers rows that are {rows} without the index of the rank")
         return only(rows)
-    if rows.kind is not Kind.ROWS or rows.outer != call["outer"][at]:
+    if rows.kind is not Kind.ROWS or call["outer"][at] not in _stripes(call, rows.outer, at):
         raise ConflictError(f"numbers rows that are {rows} in {call['outer'][at]} stripes")
     return only(rows)
 

@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     COUNTS = "counts of this rank's own tokens"
     RECEIVED = "counts that the ranks told each other"
     TABLE = "counts of the rows at the rank of their expert"
+    ROLL = "counts of the rows of all ranks"
     SIZES = "the sizes of an exchange"
     OFFSET = "this rank's index"
     OWN = "the numbers of this rank's own elements"
@@ -36,11 +37,12 @@ class Kind(enum.Enum):
 
 
 class Reading(NamedTuple):
-    """``dim``: which dim is cut; of SAME the set of dims along which all elements are equal, as bits; of an OFFSET its stride.
+    """``dim``: which dim is cut; of SAME the set of dims along which all elements are equal, as bits; of an OFFSET its stride; of SIZES
+    whether they are sent, received or gathered.
 
-    ``outer``: a cut dim is ``[outer, ranks, inner]``. Of FRONT, and of a SUM whose ranks stand in front: how many elements come
-    before the ranks where they belong, in the flat order. ``tag``: the permute that rows and counts come from; of an OFFSET its axis;
-    of SIZES whether they are sent or received; of PACKED the parts.
+    ``outer``: a cut dim is ``[outer, ranks, inner]``, and so are the tokens that rows and their counts come from. Of FRONT, and of a SUM
+    whose ranks stand in front: how many elements come before the ranks where they belong, in the flat order. ``tag``: the permute that
+    rows and counts come from; of an OFFSET its axis; of PACKED the parts.
     """
 
     kind: Kind

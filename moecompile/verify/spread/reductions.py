@@ -10,7 +10,7 @@ from .elementwise import words
 from .readings import ALL_DIMS, MEAN, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, same
 
 _WITH_ROWS = (Kind.ROWS, Kind.AWAY)
-_TOLD = (Kind.RECEIVED, Kind.TABLE, Kind.SIZES)
+_TOLD = (Kind.RECEIVED, Kind.TABLE, Kind.ROLL, Kind.SIZES)
 _REORDERS = frozenset({"aten.flip", "aten.roll", "aten.sort"})
 _EXTREMES = {
     "aten.amax": "max",

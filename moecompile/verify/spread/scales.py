@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterable, Set
 from typing import Any
 
+import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from ... import meta
+from ...compat import OpOverload
 from ...errors import VerifyError
 from ...graph import ancestors
 from ...pass_base import Fact
-from ...program import Level, Program
+from ...program import Level, OutputKind, Program
 from ..report import fault
 from .table import CARRIERS, name_of
 
-_MODEL, _STEP, _DIVIDED = "moe_model_factors", "moe_step_factors", "moe_step_divisions"
+_MODEL, _DRAWS, _STEP, _DIVIDED = "moe_model_factors", "moe_model_draws", "moe_step_factors", "moe_step_divisions"
+# the same value on other ranks; the first operand is what they move
+_MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place"})
 _KINDS = {
     **dict.fromkeys(("aten.mul", "aten.multiply"), "mul"),
     **dict.fromkeys(("aten.div", "aten.true_divide", "aten.divide"), "div"),
@@ -45,9 +49,15 @@ def remember(program: Program) -> None:
     kept = program.graph_module.meta
     if program.level is Level.STEP:
         if _STEP not in kept:
-            kept[_STEP], kept[_DIVIDED] = _count(program), Counter(_divisions(program).values())
+            kept[_STEP], kept[_DIVIDED] = _count(program), _divisions(program)
     elif not program.facts & {Fact.TOKENS_SHARDED, Fact.EXPERTS_SHARDED}:
         kept[_MODEL] = _count(program)
+        kept[_DRAWS] = {meta.source(node) for node in program.graph.nodes if _draws(node)}
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers; what it is replaced by has numbers of its own, such as the share that a dropout keeps."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def factor(node: Node) -> Any:
@@ -62,29 +72,63 @@ def _key(node: Node) -> Key:
     return meta.source(node), _KINDS[name_of(node.target)], float(factor(node))
 
 
-def _count(program: Program) -> Counter[Key]:
-    return Counter(_key(node) for node in program.graph.nodes if factor(node) is not None)
+def _count(program: Program, *, forward: bool = False) -> Counter[Key]:
+    """Different calls with each number: one that is made of the whole and once more of a part of it counts once."""
+    numbers = _numbered(program.graph.nodes, CARRIERS | _MOVERS)
+    counted = [
+        (numbers[node], _key(node))
+        for node in program.graph.nodes
+        if factor(node) is not None
+        and not _is_neutral(node)
+        and not (forward and meta.direction(node) is meta.Direction.BACKWARD)
+    ]
+    if program.level is Level.STEP:  # equal calls of two lines count in both: either may be the one that is left
+        return Counter(key for _, key in set(counted))
+    return Counter(dict(counted).values())
 
 
-def _divisions(program: Program) -> dict[tuple[Any, ...], Key]:
-    """Divisions by a whole number that an output depends on; equal calls count once, whatever views lie between."""
-    live, numbers, found = ancestors(program.graph.output_node()), dict[Node, Any](), dict[tuple[Any, ...], Key]()
-    for node in program.graph.nodes:
-        if node not in live:
-            continue
-        if name_of(node.target) in CARRIERS or (factor(node) is not None and _is_neutral(node)):
-            numbers[node] = numbers.get(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else len(numbers)
-            continue
-        key = (node.target, str(map_arg(node.args, numbers.get)), str(map_arg(node.kwargs, numbers.get)))
-        known = (key, meta.direction(node)) if node.op == "call_function" else (node.name,)
-        numbers[node] = hash(known)
+def _divisions(program: Program) -> Counter[Key]:
+    """Divisions by a whole number that an output depends on; equal calls count once, whatever views lie between.
+
+    Equal calls of two lines may be merged into either, so that neither is expected to keep one.
+    """
+    live = ancestors(program.graph.output_node())
+    nodes = [node for node in program.graph.nodes if node in live]
+    numbers = _numbered(nodes, CARRIERS)
+    found: dict[int, set[Key]] = {}
+    for node in nodes:
         if isinstance(factor(node), int) and factor(node) > 1 and _key(node)[1] == "div":
-            found[known] = _key(node)
-    return found
+            found.setdefault(numbers[node], set()).add(_key(node))
+    return Counter(key for keys in found.values() if len(keys) == 1 for key in keys)
+
+
+def _numbered(nodes: Iterable[Node], through: Set[str]) -> dict[Node, int]:
+    """A number for each value, the same for equal calls; ops named in ``through`` pass on that of what they move."""
+    numbers: dict[Node, int] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        moves = node.op == "call_function" and name_of(node.target) in through
+        if sources and ((moves and (len(sources) == 1 or name_of(node.target) in _MOVERS)) or _is_neutral(node)):
+            numbers[node] = numbers.get(sources[0], 0)
+        elif moves or node.op != "call_function":
+            numbers[node] = hash(node.name)
+        else:
+            called = (_signature(node.args, numbers), _signature(tuple(node.kwargs.items()), numbers))
+            numbers[node] = hash((node.target, called, meta.direction(node)))
+    return numbers
+
+
+def _signature(args: Any, numbers: dict[Node, int]) -> Any:
+    """Arguments as something that can be hashed, each node by its number."""
+    if isinstance(args, Node):
+        return numbers.get(args, 0)
+    return tuple(_signature(item, numbers) for item in args) if isinstance(args, (list, tuple)) else str(args)
 
 
 def _is_neutral(node: Node) -> bool:
-    return bool(factor(node) == (0 if _key(node)[1] == "add" else 1))
+    """Whether a node adds 0, or multiplies or divides by 1."""
+    number = factor(node)
+    return number in (0, 1) and bool(number == (0 if _KINDS[name_of(node.target)] == "add" else 1))
 
 
 class Scales:
@@ -92,16 +136,15 @@ class Scales:
 
     def __init__(self, program: Program) -> None:
         kept = program.graph_module.meta
+        self._program = program
         self._model: Counter[Key] | None = kept.get(_MODEL)
+        self._draws: Set[str] = kept.get(_DRAWS, frozenset())
         self._step: Counter[Key] | None = kept.get(_STEP) if program.level is Level.STEP else None
         self._cut = Fact.TOKENS_SHARDED in program.facts
         self._exact = program.level is Level.MODEL  # later, ops are taken apart into others with numbers of their own
         self._now = _count(program) if self._model is not None or self._step is not None else Counter()
-        self._forward = Counter(
-            _key(node)
-            for node in program.graph.nodes
-            if factor(node) is not None and meta.direction(node) is meta.Direction.FORWARD
-        )
+        self._forward = _count(program, forward=True) if self._model is not None else Counter()
+        self._told: Set[Node] | None = None
 
     def origin(self, node: Node) -> Origin:
         """Where a division by a whole number comes from."""
@@ -125,11 +168,19 @@ class Scales:
             )
         if self._model is None or not self._exact or (isinstance(factor(node), int) and key[1] == "div"):
             return
-        if self._now[key] > self._model[key]:
+        if self._now[key] > self._model[key] and key[0] not in self._draws and self._is_told(node):
             raise fault(
                 node,
                 f"has the number {factor(node)}, which the model does not have in that line; leave the scale as it is",
             )
+
+    def _is_told(self, node: Node) -> bool:
+        """Whether a loss or an output of the model depends on a node, not only what is recorded beside them."""
+        if self._told is None:
+            outputs = zip(self._program.output_nodes(), self._program.outputs, strict=True)
+            found = {node for node, item in outputs if isinstance(node, Node) and item.kind is not OutputKind.METRIC}
+            self._told = found | ancestors(*found)
+        return node in self._told
 
     def check_divisions(self, program: Program) -> None:
         """Every division that the step had when it was differentiated is still there."""

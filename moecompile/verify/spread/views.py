@@ -105,6 +105,8 @@ def _unsqueeze(call: Call) -> Options:
     order: list[int | None] = list(range(len(call.shape(source))))
     order.insert(int(call["dim"]) % (len(order) + 1), None)
     reading = plain_view(call.of(source))
+    if call.of(source).kind is Kind.COUNTS:  # as those that an exchange with this rank alone would give
+        return only(call.of(source))
     if reading.kind in WITH_ROWS or reading.kind is not Kind.SUM:
         return reordered(call, reading, order)
     return only(reading)

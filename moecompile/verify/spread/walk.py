@@ -18,6 +18,7 @@ from ...errors import VerifyError
 from ...pass_base import Fact
 from ...placement.types import Partial, Placement, Shard
 from ...program import Input, InputKind, Output, OutputKind, Program
+from ..expand import expanded
 from ..report import fault
 from .call import Call, flat
 from .digits import Digits, digits_of
@@ -32,6 +33,7 @@ from .views import MOVES
 Value = tuple[tuple[Reading, ...], ...]
 _MOST = 64  # ways of reading a value; beyond, it counts as not known
 _STAGE = "moe_spread_stage"
+_BEYOND = (LookupError, TypeError, ValueError, ArithmeticError)  # arguments that a rule was not written for
 _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 
 
@@ -39,10 +41,10 @@ _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
 class Coverage:
     """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
 
-    ``checked`` is False where nothing can be said: experts are cut along their width, the batch is not cut yet, or weights
-    of experts are and their rows are not, or the meshes of the plan have no digits in common, or passes in an unusual order
-    have cut one dim over tp before cp. ``proved`` of ``ops`` have a result that is known on all digits; ``unknown_ops`` are
-    those where knowledge ends, not those that merely read what is not known.
+    ``checked`` is False where nothing can be said: the batch is not cut yet, or weights of experts are and their rows are not, or
+    the meshes of the plan have no digits in common, or passes in an unusual order have cut one dim over tp before cp. ``proved`` of
+    ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read
+    what is not known.
     """
 
     checked: bool = True
@@ -54,11 +56,13 @@ class Coverage:
 
 def check_spread(program: Program) -> Coverage:
     """Raise a VerifyError at the first value that is not what its ops need, or at an output that is not what it should be."""
+    program = expanded(program)
     halfway = (
-        Fact.EXPERTS_SHARDED in program.facts and Fact.TOKENS_DISPATCHED not in program.facts and program.plan.ep > 1
+        Fact.EXPERTS_SHARDED in program.facts
+        and Fact.TOKENS_DISPATCHED not in program.facts
+        and program.plan.ep * program.plan.etp > 1
     )
-    width_cut = program.plan.etp > 1  # rows that several ranks share have no rules here yet
-    if halfway or width_cut or Fact.TOKENS_SHARDED not in program.facts:
+    if halfway or Fact.TOKENS_SHARDED not in program.facts:
         return Coverage(checked=False)
     digits = digits_of(program.mesh)
     if digits is None or any(item.kind is InputKind.TANGENT for item in program.inputs):
@@ -270,7 +274,9 @@ class _Walk:
                         known[key] = rule(call)
                     except ConflictError as conflict:
                         known[key] = conflict
-                    else:
+                    except _BEYOND:
+                        known[key] = call.each((UNKNOWN,))
+                    if not isinstance(known[key], ConflictError):
                         self._note(call, known[key])
                 found = known[key]
                 if isinstance(found, ConflictError):
@@ -279,7 +285,7 @@ class _Walk:
                 columns.append(found if isinstance(found, list) else [found])
             else:
                 for index, ways_out in enumerate(made):
-                    for option in _choices([column[index] for column in columns]):
+                    for option in self._choices([column[index] for column in columns]):
                         ways_out += self._shares(call, self._in_order(call, way, option))
         if all(made):
             return
@@ -289,6 +295,23 @@ class _Walk:
                 f"divides by {call['other']}, which the model does not do there, and no share of so many ranks is due",
             )
         raise fault(call.node, f"{problem[1]}, on {self.digits.names[problem[0]]}")
+
+    def _choices(self, columns: Sequence[Options]) -> Iterator[tuple[Reading, ...]]:
+        """One option for each digit. Digits of one axis on which a cut may be read in the same ways are cut alike."""
+        if all(len(options) == 1 for options in columns):
+            yield tuple(options[0] for options in columns)
+            return
+        tied: dict[Any, list[int]] = {}
+        for at, options in enumerate(columns):
+            alike = len(options) > 1 and all(option.kind is Kind.CUT for option in options)
+            axis = self.digits.names[at].partition("/")[0]
+            tied.setdefault((options, axis) if alike else at, []).append(at)
+        for chosen in product(*(columns[members[0]] for members in tied.values())):
+            found = [UNKNOWN] * len(columns)
+            for members, option in zip(tied.values(), chosen, strict=True):
+                for at in members:
+                    found[at] = option
+            yield tuple(found)
 
     def _note(self, call: Call, found: Any) -> None:
         """Count an op whose rule gives up on operands that are known."""
@@ -349,23 +372,6 @@ def _is_unknown(ways: Value) -> bool:
 
 def _out_of_order(reading: Reading) -> bool:
     return reading.kind is Kind.SUM and reading.outer > 1
-
-
-def _choices(columns: Sequence[Options]) -> Iterator[tuple[Reading, ...]]:
-    """One option for each digit. Digits on which a cut may be read in the same ways are cut alike: they are of one axis."""
-    if all(len(options) == 1 for options in columns):
-        yield tuple(options[0] for options in columns)
-        return
-    tied: dict[Options, list[int]] = {}
-    for at, options in enumerate(columns):
-        alike = len(options) > 1 and all(option.kind is Kind.CUT for option in options)
-        tied.setdefault(options if alike else (*options, Reading(Kind.UNKNOWN, at)), []).append(at)
-    for chosen in product(*(columns[members[0]] for members in tied.values())):
-        found = [UNKNOWN] * len(columns)
-        for members, option in zip(tied.values(), chosen, strict=True):
-            for at in members:
-                found[at] = option
-        yield tuple(found)
 
 
 def _is(reading: Reading, due: Reading) -> bool:

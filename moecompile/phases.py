@@ -1,0 +1,142 @@
+"""A program in up to three parts: parameters that are gathered once, what runs for each microbatch, and what is due behind the last.
+
+`shard-params` marks in the graph what may be kept from call to call and what may be put off. Run as a whole the program means the
+same; in parts it gathers when a shard has changed, and reduces gradients once a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from . import graph as graphs
+from . import meta
+from .placement.types import Shard
+from .program import Input, InputKind, Output, OutputKind, Program
+from .runtime.executor import Executor
+from .runtime.process_groups import ProcessGroups
+from .weights import Weights, part_of
+
+
+@dataclass(frozen=True)
+class Phases:
+    """``head`` takes parameters and returns their wholes, which are the GATHERED inputs of ``body``.
+
+    ``body`` returns the program's outputs, but where ``places`` has a hole: these come from ``tail``, whose inputs are the outputs of
+    ``body`` behind the others.
+    """
+
+    body: Program
+    head: Program | None = None
+    tail: Program | None = None
+    late: tuple[int, ...] = field(default=())  # which outputs of the program the tail gives
+
+    def finish(self, outputs: Sequence[Any], tail: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
+        """All outputs of the program, in order, from those of the body."""
+        assert self.tail is not None
+        number = len(self.tail.inputs)
+        reduced, given = iter(tail(outputs[-number:])), iter(outputs[:-number])
+        total = len(outputs) - number + len(self.late)
+        return [next(reduced) if at in self.late else next(given) for at in range(total)]
+
+
+def split_phases(program: Program) -> Phases:
+    """The parts of a program; all of it is ``body`` where nothing is marked."""
+    wholes = {node: name for node in program.graph.nodes if (name := meta.whole(node)) is not None}
+    late = _deferred(program.graph)
+    if not wholes and not late:
+        return Phases(program)
+    results = program.output_nodes()
+    places = tuple(at for at, node in enumerate(results) if node in late)
+    raw = list(dict.fromkeys(source for node in late for source in node.all_input_nodes if source not in late))
+    by_name = {item.name: item for item in program.inputs}
+    gathered = {
+        node: replace(by_name[name], kind=InputKind.GATHERED, name=node.name, placements=())
+        for node, name in wholes.items()
+    }
+    head = _part(program, list(wholes), [Output(OutputKind.SAVED, name) for name in wholes.values()], {})
+    kept = [
+        (node, item) for at, (node, item) in enumerate(zip(results, program.outputs, strict=True)) if at not in places
+    ]
+    saved = [(node, Output(OutputKind.SAVED, node.name)) for node in raw]
+    body = _part(program, [node for node, _ in [*kept, *saved]], [item for _, item in [*kept, *saved]], gathered)
+    given = {node: Input(InputKind.RELAYED, node.name) for node in raw}
+    tail = _part(program, [results[at] for at in places], [program.outputs[at] for at in places], given)
+    return Phases(body, head if wholes else None, tail if late else None, places)
+
+
+def _deferred(graph: Graph) -> set[Node]:
+    """What is put off, and all that depends on it."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "output" and (meta.is_deferred(node) or any(source in found for source in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _part(program: Program, wanted: Sequence[Any], outputs: list[Output], given: Mapping[Node, Input]) -> Program:
+    """The part of a program that computes ``wanted`` from its inputs and from the nodes in ``given``, which become inputs."""
+    nodes = [node for node in wanted if isinstance(node, Node)]
+    needed = graphs.ancestors(*nodes, stop=given) | set(nodes)
+    made, env, inputs = Graph(), dict[Node, Node](), list[Input]()
+    read = [
+        *(pair for pair in program.items() if pair[0] in needed),
+        *((n, item) for n, item in given.items() if n in needed),
+    ]
+    for node, item in read:
+        env[node] = made.placeholder(node.name)
+        env[node].meta = meta.copy_meta(node)
+        inputs.append(replace(item, name=env[node].name))
+    for node in program.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = made.node_copy(node, env.__getitem__)
+            env[node].meta = meta.copy_meta(node)
+    made.output(tuple(env[node] if isinstance(node, Node) else node for node in wanted))
+    module = GraphModule(program.graph_module, made)
+    return replace(
+        program, graph_module=module, inputs=inputs, outputs=outputs, history=[], in_spec=None, out_spec=None
+    )
+
+
+class KeptParameters:
+    """Gathers parameters into ``weights.kept`` when a shard on any rank is no longer what it was gathered from."""
+
+    def __init__(self, head: Program, groups: ProcessGroups, weights: Weights) -> None:
+        self.head, self.groups, self.weights = head, groups, weights
+        by_name = {item.name: item for item in head.inputs}
+        self._items = [by_name[output.name] for output in head.outputs]
+        self._executor = Executor(head, groups)
+
+    def refresh(self) -> None:
+        """Collective: the ranks agree first, since a change of a shard is seen on the rank that holds it."""
+        stale = torch.tensor(int(any(self._is_stale(item) for item in self._items)))
+        if self.groups.control is not None:
+            dist.all_reduce(stale, dist.ReduceOp.MAX, group=self.groups.control)
+        if stale:
+            self._drop(item.fqns for item in self._items)
+            with torch.no_grad():
+                wholes = self._executor([self.weights.value(item) for item in self.head.inputs])
+            self.weights.kept.update(zip((item.fqns for item in self._items), wholes, strict=True))
+
+    def _drop(self, names: Iterable[tuple[str, ...]]) -> None:
+        for one in names:
+            self.weights.kept.pop(one, None)
+
+    def _is_stale(self, item: Input) -> bool:
+        """Compared number by number: a version counter would miss what is written through ``.data``."""
+        whole = self.weights.kept.get(item.fqns)
+        (axis, placed), mesh = item.placements[-1], self.groups.mesh
+        assert isinstance(placed, Shard)
+        if whole is None:
+            return True
+        shard: Tensor = self.weights.value(item)
+        if (whole.dtype, whole.device) != (shard.dtype, shard.device):
+            return True
+        part = part_of(whole, placed, mesh.size(axis), mesh.axis_index(axis, self.groups.rank))
+        return not torch.equal(part, shard.narrow(placed.dim, 0, part.shape[placed.dim]))
