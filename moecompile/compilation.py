@@ -116,6 +116,12 @@ def compile_call(
         program.gathers[:] = [item.forward_only() for item in program.gathers]
     _warn_about_gathers(program)
     _warn_about_unrouted(program)
+    if learns and not step and request.plan.num_data_ranks > 1 and not (dist.is_initialized() and dist.get_rank()):
+        _LOG.warning(
+            "the call returns no loss: gradients of what is computed from its results are summed over %d data ranks, of which "
+            "DistributedDataParallel takes the mean. Divide the loss by the whole batch, or pass loss_fn to parallelize.",
+            request.plan.num_data_ranks,
+        )
     return program
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from . import graph as graphs
+from . import meta
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
@@ -75,6 +76,8 @@ class CompiledCall:
         ] = {}  # by layer and quantity; the axes it is a share on
         self.trained = self._find_trained()
         self._counter = self._count_program()
+        if self.parts > 1:
+            self._check_joins()
 
     # -- running -----------------------------------------------------------------------------------------------------
     def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
@@ -226,6 +229,20 @@ class CompiledCall:
             add_up(total, partial_axes(item), self.groups)
             found[item.name] = (total / self.parts).to(dtypes[item.name])
         return found
+
+    def _check_joins(self) -> None:
+        """Results that are no part of the batch are not those of one process: means are told of, whole numbers refused."""
+        for node, item in zip(self.program.output_nodes(), self.program.outputs, strict=True):
+            whole = not isinstance(dict(item.placements).get("dp"), Shard)
+            if item.kind is not OutputKind.USER or not whole or not isinstance(node, Node):
+                continue
+            said = f"{meta.where(node)} is returned and has no batch dim: microbatches={self.parts}"
+            if not meta.tensor(node).is_floating_point():
+                raise CaptureError(
+                    f"{said} cannot put whole numbers together; return them by row, or use microbatches=1."
+                )
+            if self.groups.rank == 0:
+                _LOG.warning("%s return the mean of their values; what is no mean over the batch, return by row.", said)
 
     def _join(self, item: Output, found: Sequence[Any]) -> Any:
         """What the user gets from those of the microbatches: the batch put together."""

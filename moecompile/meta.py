@@ -20,9 +20,9 @@ _DIRECTION = "moe_direction"
 _TWIN = "moe_twin"
 _DIFFERENTIATED = "moe_differentiated"
 _STAGE = "moe_stage"
-_LOCAL = "moe_local_numbers"
 _WHOLE = "moe_whole"
 _DEFERRED = "moe_deferred"
+_LOCAL = "moe_local_numbers"
 _LAYER = re.compile(r"^(?P<prefix>.*?\.)?(?P<index>\d+)$")
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
 from .balance import Balance
+from .capture import batch_inputs
 from .compat import tree_flatten
 from .compilation import Request, check_batch, compile_call
 from .compiled import CompiledCall
 from .errors import CaptureError
 from .expert_copies import refuse_copies
 from .mesh import Mesh
+from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
 from .program import Program
@@ -34,6 +36,7 @@ from .weights import Weights
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
+_SMALL = 4096  # elements of a tensor that is compared among ranks in every call
 
 
 class ParallelModel(nn.Module):
@@ -143,6 +146,8 @@ class ParallelModel(nn.Module):
         self.plain._apply(fn, recurse)  # type: ignore[no-untyped-call]
         state.balance.restore(biases)
         state.weights.restack()
+        if state.watch is not None:
+            state.watch.learn_parts(self.plain)
         if _device(self.plain).type != before.type:
             self._regroup()
         return self
@@ -158,6 +163,12 @@ class ParallelModel(nn.Module):
         state.marked.clear()
         self._mark_cut_gradients()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        raise TypeError(
+            "a parallel model cannot be copied: it holds process groups and this rank's share of the weights; copy the plain model before "
+            "parallelize, or load full_state_dict(model) into a plain one."
+        )
+
     # -- a call ------------------------------------------------------------------------------------------------------
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
@@ -165,6 +176,7 @@ class ParallelModel(nn.Module):
         signature, error, compiled = "", None, None
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
+            signature += self._changes()
             check_batch(args, kwargs, state.plan)
         except Exception as found:
             error = found
@@ -180,17 +192,25 @@ class ParallelModel(nn.Module):
         state.latest = compiled
         return compiled
 
-    def _data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-        """This rank's data rank, and a digest of its CPU tensors where other ranks have to pass the same ones."""
+    def _changes(self) -> str:
+        """What the user changed on the model since the first call, as a part of the call's signature."""
+        watch = self._state.watch
+        if watch is None:
+            return ""
+        watch.check()
+        return "".join(f"\n{line}" for line in watch.changes())
+
+    def _data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int]:
+        """This rank's data rank; digests of its CPU tensors where other ranks have to pass the same ones, and of small ones without batch
+        dim, which are the same on all ranks.
+        """
         plan, rank = self._state.plan, self._state.groups.rank
-        if plan.num_data_ranks == plan.world_size:
-            return plan.data_rank(rank), 0
         leaves, _ = tree_flatten((args, kwargs))
-        found = hashlib.blake2b(digest_size=8)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return plan.data_rank(rank), int.from_bytes(found.digest(), "big", signed=True)
+        split = batch_inputs(args, kwargs, plan.batch_dims)
+        held = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"}
+        common = _digest(leaf for at, leaf in held.items() if at not in split and leaf.numel() <= _SMALL)
+        alone = plan.num_data_ranks == plan.world_size
+        return plan.data_rank(rank), 0 if alone else _digest(held.values()), common
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
@@ -218,6 +238,8 @@ class ParallelModel(nn.Module):
         cut_loaded(state.layout)
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
+        if state.watch is None:
+            state.watch = ModelWatch(self.plain)
         kind = CompiledCall if program.layout is None else StagedCall
         return kind(program, state.groups, state.weights, synced=state.sync)
 
@@ -252,6 +274,13 @@ class ParallelModel(nn.Module):
         state.unreduced = False
 
 
+def _digest(tensors: Iterable[Tensor]) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "big", signed=True)
+
+
 class _State:
     """What belongs to the wrapper and not to the model."""
 
@@ -264,6 +293,7 @@ class _State:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
         self.cache: dict[str, CompiledCall] = {}
         self.latest: CompiledCall | None = None
+        self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
         self.unreduced = False

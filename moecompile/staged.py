@@ -29,15 +29,15 @@ class StagedCall(CompiledCall):
     """Runs this rank's stages by the plan's schedule; outputs of other stages are None, their gradients and metrics zero shares."""
 
     def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
-        stages = cut_stages(program)
-        mine, pp = program.mesh.axis_index("pp", groups.rank), groups.size("pp")
-        own = [stage for stage in stages if stage.index % pp == mine]
+        assert program.layout is not None
+        number, mine = len(program.layout.stages), program.mesh.axis_index("pp", groups.rank)
+        own = cut_stages(program, range(mine, number, groups.size("pp")))
         self._places = {place for stage in own for place in stage.outputs}
         super().__init__(program, groups, weights, synced=synced)
         self.parts = program.plan.microbatches
         device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
         trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
-        held = [GraphStage(stage, len(stages), groups, device) for stage in own]
+        held = [GraphStage(stage, number, groups, device) for stage in own]
         halves = [half for stage in own for half in (stage.forward, stage.backward) if half is not None]
         inputs = {item.name: item for half in halves for item in half.program.inputs}
         self._read = [item for item in inputs.values() if item.kind is not InputKind.RELAYED]

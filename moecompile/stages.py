@@ -7,7 +7,7 @@ Values that only a stage's own backward reads are kept there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,11 +62,12 @@ class Stage:
     saved: tuple[str, ...]
 
 
-def cut_stages(program: Program) -> list[Stage]:
-    """The stages of a program that ``split-stages`` has marked, in order."""
+def cut_stages(program: Program, only: Container[int] | None = None) -> list[Stage]:
+    """The stages of a program that ``split-stages`` has marked, in order: all of them, or those that ``only`` names."""
     if program.layout is None:
         raise PassError("the program has no pipeline stages; run split-stages over it, or use a plan with pp=1.")
-    return _Cutter(program, len(program.layout.stages)).run()
+    number = len(program.layout.stages)
+    return _Cutter(program).run([at for at in range(number) if only is None or at in only])
 
 
 def holders(program: Program) -> dict[str, tuple[int, ...]]:
@@ -81,8 +82,8 @@ def holders(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 class _Cutter:
-    def __init__(self, program: Program, number: int) -> None:
-        self.program, self.number = program, number
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.back: set[Node] = set()  # nodes of the backward
         self.free: set[Node] = set()  # forward nodes that depend on no parameter
         self.stage: dict[Node, int] = {}
@@ -102,10 +103,12 @@ class _Cutter:
             found = meta.stage(node)
             self.stage[node] = before if found is None else found
 
-    def run(self) -> list[Stage]:
-        ahead = [self._crossing(at, self._forward_nodes) for at in range(self.number + 1)]
-        behind = [self._crossing_back(at) for at in range(self.number + 1)]
-        return [self._stage(at, ahead[at], ahead[at + 1], behind[at + 1], behind[at]) for at in range(self.number)]
+    def run(self, stages: Sequence[int]) -> list[Stage]:
+        borders = sorted({border for at in stages for border in (at, at + 1)})
+        nodes = self._forward_nodes
+        ahead = {at: self._crossing(at, nodes) for at in borders}
+        behind = {at: self._crossing_back(at) for at in borders}
+        return [self._stage(at, ahead[at], ahead[at + 1], behind[at + 1], behind[at]) for at in stages]
 
     @property
     def _forward_nodes(self) -> list[Node]:

@@ -34,8 +34,9 @@ AXIS = "tp"
 
 @dataclass(frozen=True)
 class ShardLinears(Pass):
-    """Cut linears over tp and what lies between them along the sequence, if the plan says so. ``vocab``: cut the head, too, by the
-    vocabulary, with the cross entropy over it and a table of embeddings that is the same parameter.
+    """Cut linears over tp and what lies between them along the sequence, if the plan says so.
+
+    ``vocab``: cut the head, too, by the vocabulary, with the cross entropy over it and a table of embeddings that is the same parameter.
     """
 
     vocab: bool = False

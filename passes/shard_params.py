@@ -8,8 +8,9 @@ Level 2 gathers once: the runtime keeps what was gathered until a shard changes.
 microbatches of a call are done, and then reduces and scatters them.
 
 A gather is made for each bucket of parameters: those of one layer, or as many as fit in ``bucket-mb``. The first dim that the
-ranks divide is cut, else dim 0 in unequal shards, padded where they travel; what has neither (scalars, fewer rows than ranks) stays
-whole. Axes that are left (tp) are reduced by ``sync-grads``. Does nothing where dp == cp == edp == 1.
+ranks divide and no other axis cuts is cut, else dim 0 in unequal shards, padded where they travel. What has neither (scalars, fewer
+rows than ranks, biases that tp cuts) stays whole. Axes that are left (tp) are reduced by ``sync-grads``. Does nothing where
+dp == cp == edp == 1.
 """
 
 from __future__ import annotations
@@ -56,6 +57,25 @@ class _Member:
     @property
     def shard(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
+
+    @property
+    def to_front(self) -> list[int]:
+        """The order of dims in which the cut one comes first."""
+        return [self.dim, *(dim for dim in range(len(self.shape)) if dim != self.dim)]
+
+    @property
+    def from_front(self) -> list[int]:
+        return [self.to_front.index(dim) for dim in range(len(self.shape))]
+
+    @property
+    def front(self) -> list[int]:
+        """The whole shape in that order."""
+        return [self.shape[dim] for dim in self.to_front]
+
+    @property
+    def padding(self) -> int:
+        """Rows of zeros behind those of all ranks."""
+        return self.rows * self.ranks - self.shape[self.dim]
 
     @property
     def bytes(self) -> int:
@@ -120,7 +140,8 @@ class ShardParams(Pass):
             if item.kind is not InputKind.PARAM or not axis or not meta.tensor(node).is_floating_point():
                 continue
             ranks, value = ctx.mesh.size(axis), meta.tensor(node)
-            dim = cut_dim(tuple(value.shape), ranks, first=1 if item.stacked else 0)
+            taken = frozenset(placed.dim for _, placed in item.placements if isinstance(placed, Shard))
+            dim = cut_dim(tuple(value.shape), ranks, 1 if item.stacked else 0, taken)
             if dim is None:
                 ctx.decline(
                     self.name,
@@ -192,7 +213,7 @@ class ShardParams(Pass):
             late = self.level_ == 1
             with graph.inserting_before(graph.output_node() if late else last.next):
                 make = _maker(graph, last, meta.Direction.BACKWARD, ctx, late=late)
-                shards = _scattered(bucket, members, grads, make)
+                shards = _scattered(graph, bucket, members, grads, make)
             for member, shard in zip(members, shards, strict=True):
                 results[at_of[member.node.name]] = shard
         graph.output_node().args = (tuple(results),)
@@ -208,12 +229,20 @@ def shard_axis(item: Input, ctx: PassContext, over: str) -> str:
     return joined(axis for axis in axes if ctx.mesh.size(axis) > 1)
 
 
-def cut_dim(shape: tuple[int, ...], ranks: int, first: int = 0) -> int | None:
-    """The dim to cut, from ``first`` on: one that divides, else ``first`` if each rank but the last ones gets a row; None: none."""
-    for dim in range(first, len(shape)):
-        if shape[dim] and shape[dim] % ranks == 0:
-            return dim
-    return first if len(shape) > first and shape[first] >= ranks else None
+def cut_dim(shape: tuple[int, ...], ranks: int, first: int = 0, taken: frozenset[int] = frozenset()) -> int | None:
+    """The dim to cut, from ``first`` on; None where the parameter stays whole.
+
+    One that divides and that no other axis has cut (``taken``), else ``first`` if each rank but the last ones gets a row, else, of a
+    matrix, one that divides and is cut already.
+    """
+    dims = range(first, len(shape))
+    even = [dim for dim in dims if shape[dim] and shape[dim] % ranks == 0]
+    free = [dim for dim in even if dim not in taken]
+    if free:
+        return free[0]
+    if first in dims and first not in taken and shape[first] >= ranks:
+        return first
+    return even[0] if even and len(dims) > 1 else None
 
 
 def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
@@ -246,8 +275,8 @@ def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
 def _maker(graph: Graph, like: Node, direction: meta.Direction, ctx: PassContext, *, late: bool = False) -> Any:
     """Makes nodes that belong to the module of ``like`` and to one half of the step; ``late``: behind its last microbatch."""
 
-    def make(target: Any, *args: Any) -> Node:
-        made = graphs.call(graph, target, *args, like=like, mode=ctx.mode)
+    def make(target: Any, *args: Any, **kwargs: Any) -> Node:
+        made = graphs.call(graph, target, *args, like=like, mode=ctx.mode, **kwargs)
         meta.set_direction(made, direction)
         if late:
             meta.defer(made)
@@ -257,63 +286,58 @@ def _maker(graph: Graph, like: Node, direction: meta.Direction, ctx: PassContext
 
 
 def _gathered(graph: Graph, bucket: _Bucket, members: list[_Member], make: Any) -> list[Node]:
-    """The whole parameters, from one collective."""
-    if len(members) == 1 and members[0].dim == 0:
-        whole = make(ops.all_gather, members[0].node, bucket.ranks, bucket.axis)
-        return [_without_padding(whole, members[0], make)]
-    flat = [make(aten.reshape.default, member.node, [1, -1]) for member in members]
-    sent = flat[0] if len(flat) == 1 else make(aten.cat.default, flat, 1)
-    found = make(ops.all_gather, sent, bucket.ranks, bucket.axis)
-    parts = [found]
-    if len(members) > 1:
-        sizes = [torch.Size(member.shard).numel() for member in members]
-        parts = graphs.unpack(graph, make(aten.split_with_sizes.default, found, sizes, 1))
-        for part in parts:
-            meta.set_direction(part, meta.direction(found))
+    """The whole parameters, from one collective; the dim that is cut travels in front."""
+    fronts = [_turned(member.node, member.to_front, make) for member in members]
+    if len(members) == 1:
+        parts = [make(ops.all_gather, fronts[0], bucket.ranks, bucket.axis)]
+    else:
+        flat = [make(aten.reshape.default, front, [1, -1]) for front in fronts]
+        found = make(ops.all_gather, make(aten.cat.default, flat, 1), bucket.ranks, bucket.axis)
+        pieces = _split(graph, found, members, make)
+        parts = [
+            make(aten.reshape.default, piece, [member.rows * bucket.ranks, *member.front[1:]])
+            for member, piece in zip(members, pieces, strict=True)
+        ]
     wholes = []
     for member, part in zip(members, parts, strict=True):
-        if member.dim:  # the ranks' dim goes before the one that is cut
-            order = [*range(1, member.dim + 1), 0, *range(member.dim + 1, len(member.shape) + 1)]
-            part = make(aten.permute.default, make(aten.reshape.default, part, [bucket.ranks, *member.shard]), order)
-        padded = [*member.shape]
-        padded[member.dim] = member.rows * bucket.ranks
-        wholes.append(_without_padding(make(aten.reshape.default, part, padded), member, make))
+        if member.padding:
+            part = make(aten.slice.Tensor, part, 0, 0, member.front[0])
+        wholes.append(_turned(part, member.from_front, make, copy=True))
     return wholes
 
 
-def _without_padding(whole: Node, member: _Member, make: Any) -> Node:
-    size = member.shape[member.dim]
-    if meta.tensor(whole).shape[member.dim] == size:
-        return whole
-    cut: Node = make(aten.slice.Tensor, whole, member.dim, 0, size)
-    return cut if member.dim == 0 else make(aten.clone.default, cut)
-
-
-def _scattered(bucket: _Bucket, members: list[_Member], grads: list[Node], make: Any) -> list[Node]:
+def _scattered(graph: Graph, bucket: _Bucket, members: list[_Member], grads: list[Node], make: Any) -> list[Node]:
     """This rank's shards of the summed gradients, from one collective."""
-    padded = [_padded(grad, member, make) for grad, member in zip(grads, members, strict=True)]
-    if len(members) == 1 and members[0].dim == 0:
-        return [make(ops.reduce_scatter, padded[0], bucket.ranks, bucket.axis)]
-    flat = []
-    for grad, member in zip(padded, members, strict=True):
-        if member.dim:
-            shape = [*member.shape[: member.dim], bucket.ranks, member.rows, *member.shape[member.dim + 1 :]]
-            order = [member.dim, *range(member.dim), *range(member.dim + 1, len(shape))]
-            grad = make(aten.permute.default, make(aten.reshape.default, grad, shape), order)
-        flat.append(make(aten.reshape.default, grad, [bucket.ranks, -1]))
-    sent = flat[0] if len(flat) == 1 else make(aten.cat.default, flat, 1)
-    found = make(ops.reduce_scatter, sent, bucket.ranks, bucket.axis)
-    parts = [found]
-    if len(members) > 1:
-        sizes = [torch.Size(member.shard).numel() for member in members]
-        parts = graphs.unpack(found.graph, make(aten.split_with_sizes.default, found, sizes, 1))
-    return [make(aten.reshape.default, part, list(member.shard)) for part, member in zip(parts, members, strict=True)]
+    fronts = [_turned(grad, member.to_front, make) for grad, member in zip(grads, members, strict=True)]
+    for at, member in enumerate(members):
+        if member.padding:
+            behind = [0, 0] * (len(member.shape) - 1)
+            fronts[at] = make(aten.constant_pad_nd.default, fronts[at], [*behind, 0, member.padding])
+    if len(members) == 1:
+        parts = [make(ops.reduce_scatter, fronts[0], bucket.ranks, bucket.axis)]
+    else:
+        flat = [make(aten.reshape.default, front, [bucket.ranks, -1]) for front in fronts]
+        found = make(ops.reduce_scatter, make(aten.cat.default, flat, 1), bucket.ranks, bucket.axis)
+        pieces = _split(graph, found, members, make)
+        parts = [
+            make(aten.reshape.default, piece, [member.rows, *member.front[1:]])
+            for member, piece in zip(members, pieces, strict=True)
+        ]
+    return [_turned(part, member.from_front, make, copy=True) for member, part in zip(members, parts, strict=True)]
 
 
-def _padded(grad: Node, member: _Member, make: Any) -> Node:
-    missing = member.rows * member.ranks - member.shape[member.dim]
-    if not missing:
-        return grad
-    behind = len(member.shape) - 1 - member.dim
-    padded: Node = make(aten.constant_pad_nd.default, grad, [0, 0] * behind + [0, missing])
-    return padded
+def _turned(node: Node, order: list[int], make: Any, *, copy: bool = False) -> Node:
+    """Dims in another order; ``copy``: in the memory order of a tensor of its own."""
+    if order == sorted(order):
+        return node
+    found: Node = make(aten.permute.default, node, order)
+    return make(aten.clone.default, found, memory_format=torch.contiguous_format) if copy else found
+
+
+def _split(graph: Graph, found: Node, members: list[_Member], make: Any) -> list[Node]:
+    """What came out of a collective, taken apart along dim 1."""
+    sizes = [torch.Size(member.shard).numel() for member in members]
+    parts = graphs.unpack(graph, make(aten.split_with_sizes.default, found, sizes, 1))
+    for part in parts:
+        meta.set_direction(part, meta.direction(found))
+    return parts

@@ -36,8 +36,10 @@ _LOOKUPS = (torch.ops.aten.embedding.default,)
 
 @dataclass(frozen=True)
 class ShardSequence(Pass):
-    """Cut the sequence over cp, beginning at the embedding of the tokens. ``attention``: gather keys and values, or turn the cut from
-    the sequence to the heads and back, which sends less with many ranks and gives all of them equal shares of a causal mask.
+    """Cut the sequence over cp, beginning at the embedding of the tokens.
+
+    ``attention``: gather keys and values, or turn the cut from the sequence to the heads and back, which sends less with many ranks and
+    gives all of them equal shares of a causal mask.
     """
 
     attention: Literal["allgather", "alltoall"] = "allgather"

@@ -22,15 +22,16 @@ _MAX_TEXT = 4000
 
 
 def agree(
-    groups: ProcessGroups, signature: str, error: Exception | None = None, data: tuple[int, int] = (0, 0)
+    groups: ProcessGroups, signature: str, error: Exception | None = None, data: tuple[int, int, int] = (0, 0, 0)
 ) -> None:
     """Return on all ranks if all came with the same signature and no error, else raise on all.
 
-    ``data`` is this rank's data rank and a digest of what it passes: ranks of one data rank must pass the same.
+    ``data`` is this rank's data rank, a digest of what it passes, of which ranks of one data rank must pass the same, and one of what
+    all ranks must pass alike.
     ``signature`` describes the call, one fact a line, without anything that may differ between ranks.  A rank
     that has an ``error`` raises that error; the others raise one of the same type that names the rank and its
     message.  Different signatures raise CaptureError with the lines that differ.  A rank that does not come
-    is a PeerError after the plan's timeout.  Costs one all-gather of five integers when all is well.
+    is a PeerError after the plan's timeout.  Costs one all-gather of six integers when all is well.
     """
     try:
         group = groups.control
@@ -50,7 +51,7 @@ Errors = list[tuple[int, str, str]]
 
 
 def _exchange(
-    group: dist.ProcessGroup, world_size: int, signature: str, error: Exception | None, passed: tuple[int, int]
+    group: dist.ProcessGroup, world_size: int, signature: str, error: Exception | None, passed: tuple[int, int, int]
 ) -> tuple[Errors, list[str]] | None:
     """None when all agree, else every rank's error (rank, type, message) and every rank's signature."""
     digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=8).digest(), "big", signed=True)
@@ -59,9 +60,10 @@ def _exchange(
     mine = torch.tensor([digest, error is not None, len(data), *passed], dtype=torch.int64)
     heads = _all_gather(group, world_size, mine)
     columns = (list(column) for column in zip(*(head.tolist() for head in heads), strict=True))
-    digests, flags, lengths, data_ranks, contents = columns
+    digests, flags, lengths, data_ranks, contents, common = columns
     if len(set(digests)) == 1 and not any(flags):
         _check_data(data_ranks, contents)
+        _check_common(common)
         return None
     # All ranks see the same heads, so all come here together.
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -84,6 +86,16 @@ def _check_data(data_ranks: list[int], contents: list[int]) -> None:
             raise CaptureError(
                 f"ranks {first} and {rank} pass different tensors, but both are data rank {data_rank}: the ranks of tp and cp compute "
                 f"on one batch together; give every rank the slice number plan.data_rank(rank) of plan.num_data_ranks."
+            )
+
+
+def _check_common(contents: list[int]) -> None:
+    """Raise, on all ranks alike, where a tensor that is not cut differs between ranks."""
+    for rank, content in enumerate(contents):
+        if content != contents[0]:
+            raise CaptureError(
+                f"ranks 0 and {rank} pass different values in a tensor without batch dim, which all ranks have in common; pass the same "
+                "on all ranks, or name its batch dim in batch_dims."
             )
 
 

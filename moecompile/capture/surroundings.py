@@ -15,6 +15,7 @@ import functools
 import operator
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import deque
@@ -234,6 +235,8 @@ def _is_open(value: Any) -> bool:
     if isinstance(value, (*_CONTAINERS, *_WRAPPERS, types.SimpleNamespace, types.CellType)) or _position(value):
         return True
     kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, threading.Thread):  # changes by itself, such as the monitor of a progress bar
+        return False
     return getattr(kind, "__module__", "builtins").partition(".")[0] not in _FOREIGN
 
 

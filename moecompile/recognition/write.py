@@ -324,6 +324,13 @@ class Writer:
         kinds, frees = {item.kind for item in described}, {item.requires_grad for item in described}
         names = tuple(item.fqns[0] for item in described)
         self.params += names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            experts = [str(at) for at, name in enumerate(names) if name == twice]
+            raise CaptureError(
+                f"recognize-moe: {meta.where(sources[0].node)}: experts {', '.join(experts)} share the parameter {twice}, which in a stack "
+                "would be trained once for each of them; give each expert a parameter of its own (copy.deepcopy of the module)."
+            )
         if len(kinds) > 1 or len(frees) > 1:
             raise CaptureError(
                 f"recognize-moe: {', '.join(names)} are stacked into one weight, but only some of them require "

@@ -1,4 +1,7 @@
-"""Write joined ops out again as the ops that they stand for, so that every check reads them by the rules of those."""
+"""Write joined ops out again as the ops that they stand for, so that every check reads them by the rules of those.
+
+The same for tensors that travel in one collective: a gather or scatter of rows that lie side by side is one of each of them.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,36 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import graph as graphs
-from .. import meta
+from .. import meta, ops
 from ..compat import OpOverload
 from ..ops import cpu
 from ..program import Program
 
+aten = torch.ops.aten
+_BUCKETED = (ops.all_gather, ops.reduce_scatter)
 _JOINED = (cpu.grouped_mlp, cpu.grouped_mlp_backward)
 
 
 def expanded(program: Program) -> Program:
-    """The program with every grouped_mlp and its backward written out; the program itself where it has none."""
-    if not graphs.find(program.graph, *_JOINED):
+    """The program with every grouped_mlp and its backward, and every bucket, written out; the program itself where it has none."""
+    buckets = {
+        node: source for node in graphs.find(program.graph, *_BUCKETED) if (source := _joined_in(node)) is not None
+    }
+    if not buckets and not graphs.find(program.graph, *_JOINED):
         return program
     made, env = Graph(), dict[Node, Any]()
     for node in program.graph.nodes:
         if node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
+        elif node in buckets.values():
+            continue  # read by the collective alone
+        elif node in buckets:
+            write = _Writer(made, node)
+            members: Any = buckets[node].args[0]
+            env[node] = [write(node.target, env[member], *node.args[1:]) for member in members]
+            env[next(iter(node.users))] = env[node]
+        elif node in env:
+            continue
         elif node.target in _JOINED:
             args = [env[arg] for arg in node.args]
             env[node] = (_forward if node.target is cpu.grouped_mlp else _backward)(_Writer(made, node), *args)
@@ -35,6 +52,18 @@ def expanded(program: Program) -> Program:
     module = GraphModule(program.graph_module, made)
     module.meta = dict(program.graph_module.meta)
     return dataclasses.replace(program, graph_module=module)
+
+
+def _joined_in(node: Node) -> Node | None:
+    """The ``cat`` along dim 1 that a collective over dim 0 takes, if its result is taken apart into the same columns."""
+    source, users = node.args[0], list(node.users)
+    if not isinstance(source, Node) or source.target is not aten.cat.default or source.args[1:] != (1,):
+        return None
+    if len(users) != 1 or len(source.users) != 1 or users[0].target is not aten.split_with_sizes.default:
+        return None
+    members: Any = source.args[0]
+    widths = [meta.tensor(member).shape[1] for member in members]
+    return source if users[0].args[1:] == (widths, 1) else None
 
 
 @dataclasses.dataclass

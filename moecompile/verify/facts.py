@@ -159,7 +159,7 @@ def _params_sharded(program: Program) -> None:
         todo = list(start.users) if axes and item.kind is InputKind.PARAM else []
         while todo:
             node = todo.pop()
-            if node.target in (aten.reshape.default, aten.cat.default):
+            if node.target in (aten.reshape.default, aten.cat.default, aten.permute.default):
                 todo += node.users
             elif node.target is not ops.all_gather or axis_of(node) != axes[-1]:
                 raise fault(

@@ -173,7 +173,13 @@ def resume(rank: int, config: Config, plan: Plan, folder: str) -> tuple[list[flo
         return stepped(model, stepper, plan, rank, (2, 3)), mc.full_state_dict(model)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if name == "stripes" else pytest.mark.slow)
+        for name, config in CONFIGS.items()
+    ],
+)
 def test_case_33_saved_under_tp2_etp2_resumed_under_ep4_and_on_one_rank(
     ranks: Ranks, tmp_path: Path, config: Config
 ) -> None:

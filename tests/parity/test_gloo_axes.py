@@ -20,6 +20,7 @@ from moecompile.plan import Plan
 from tests.support.models import VOCAB, Config, build, tokens
 from tests.support.parity import OPTIMIZERS, compare, difference, plain, slice_for
 from tests.support.pool import Job, Part, Ranks, gathered, of_data_rank, parallel, train
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(240)
 CONFIG = Config("ops", hidden=16, heads=4, inner=8, shared=True, tied=True, rotary=True, aux=0.1)
@@ -40,8 +41,11 @@ def check(ranks: Ranks, job: Job) -> list[Part]:
     return parts
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize("stock", [False, True], ids=["helper", "stock"])
+CLIPS = {f"{how}-{name}": (plan, how == "stock") for how in ("helper", "stock") for name, plan in PLANS.items()}
+EVERY_TIME = ("helper-tp", "helper-sp", "helper-cp", "helper-cp-sp", "helper-tp-etp", "stock-dp-tp", "stock-etp")
+
+
+@pytest.mark.parametrize(("plan", "stock"), thinned(CLIPS, keep=EVERY_TIME))
 def test_three_steps_and_both_ways_to_clip(ranks: Ranks, plan: Plan, stock: bool) -> None:
     """case 04: the norm on every rank is the single process's."""
     parts = check(ranks, Job(CONFIG, plan, "adamw-foreach", clip=0.05, stock=stock))
@@ -76,8 +80,15 @@ def accumulate(rank: int, plan: Plan, way: str) -> dict[str, Tensor]:
         return {**{name: grad for name, grad in mc.full_grads(model).items() if grad is not None}, "norm": norm}
 
 
-@pytest.mark.parametrize("way", ["plain loop", "no_sync"])
-@pytest.mark.parametrize("plan", [SP, CP, ALL, EXPERTS], ids=["sp", "cp", "dp-tp", "tp-etp"])
+ACCUMULATED = {
+    f"{name}-{way}": (PLANS[name], way) for name in ("sp", "cp", "dp-tp", "tp-etp") for way in ("plain loop", "no_sync")
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    thinned(ACCUMULATED, keep=("sp-plain loop", "cp-no_sync", "dp-tp-no_sync", "tp-etp-plain loop")),
+)
 def test_accumulated_gradients_are_those_of_the_plain_loop(ranks: Ranks, plan: Plan, way: str) -> None:
     model = build(SMALL)
     for batch in BATCHES[:2]:
@@ -104,7 +115,7 @@ def microbatched(rank: int, plan: Plan) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("plan", [SP, CP, ALL, BOTH, EXPERTS], ids=["sp", "cp", "dp-tp", "cp-sp", "tp-etp"])
+@pytest.mark.parametrize("plan", thinned({"sp": SP, "cp": CP, "dp-tp": ALL, "cp-sp": BOTH, "tp-etp": EXPERTS}))
 def test_microbatches(ranks: Ranks, plan: Plan) -> None:
     """Normalised by the valid tokens of the step, balance terms of each microbatch averaged; results put together again."""
     compare_microbatches(ranks, plan)
@@ -181,10 +192,15 @@ def without_loss(rank: int, plan: Plan, how: str, flat: bool) -> dict[str, Tenso
         return {name: grad for name, grad in mc.full_grads(model).items() if grad is not None}
 
 
-WAYS = [(name, how) for name in PLANS for how in ("whole", "parts", "loss_fn") if (name, how) != ("cp-sp", "parts")]
+WAYS = {
+    f"{name}-{how}": (name, how)
+    for name in PLANS
+    for how in ("whole", "parts", "loss_fn")
+    if (name, how) != ("cp-sp", "parts")
+}
 
 
-@pytest.mark.parametrize(("name", "how"), WAYS, ids=["-".join(way) for way in WAYS])
+@pytest.mark.parametrize(("name", "how"), thinned(WAYS))
 def test_a_loss_outside_the_model_counts_once_over_tp_and_cp(ranks: Ranks, name: str, how: str) -> None:
     plan = PLANS[name]
     compare_outside(ranks, plan, how, False)
@@ -225,7 +241,7 @@ def evaluated(rank: int, plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("plan", thinned(PLANS))
 def test_evaluation_between_steps(ranks: Ranks, plan: Plan) -> None:
     model, wanted = build(SMALL), []
     stepper = OPTIMIZERS["sgd"](model.parameters())

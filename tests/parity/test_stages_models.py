@@ -16,11 +16,12 @@ from tests.support.models import Config, build, tokens
 from tests.support.parity import difference, slice_for
 from tests.support.pool import Ranks, parallel
 from tests.support.staged import microbatches
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(260)
 PP = Plan(dp=1, pp=2, microbatches=2)
 SMALL = Config("ops", layers=2, tied=True, shared=True)
-BATCH = tokens(4, 8, 0, ignored=0.2)
+BATCH, WIDE = tokens(4, 8, 0, ignored=0.2), tokens(8, 8, 1, ignored=0.2)
 
 
 def one_step(rank: int, name: str, plan: Plan, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -32,8 +33,16 @@ def one_step(rank: int, name: str, plan: Plan, batch: dict[str, Tensor]) -> dict
         return {"loss": out.loss.detach(), "grads": grads, "logits": logits}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("plan", [PP, Plan(dp=2, pp=2, ep=2, microbatches=2)], ids=["pp2", "pp2-dp2-ep2"])
+FOLDED = Plan(dp=2, pp=2, ep=2, microbatches=2)
+MODELS = {
+    "mixtral-pp2-dp2-ep2": ("mixtral", FOLDED),
+    "mixtral-pp2": ("mixtral", PP),
+    "deepseek_v3-pp2": ("deepseek_v3", PP),
+    "deepseek_v3-pp2-dp2-ep2": ("deepseek_v3", FOLDED),
+}
+
+
+@pytest.mark.parametrize(("name", "plan"), thinned(MODELS))
 def test_hugging_face_models(ranks: Ranks, name: str, plan: Plan) -> None:
     """A stage with dense layers only, shared experts; the loss over the valid tokens of the step."""
     batch = hf_models.batch(size=4)
@@ -60,14 +69,15 @@ def evaluated(rank: int, plan: Plan) -> dict[str, Any]:
         model(**mine)["loss"].backward()
         with torch.no_grad():
             out = model.eval()(**mine)
+            wide = model(**slice_for(WIDE, plan, rank))["loss"]
         held = {name: param.numel() for name, param in model.named_parameters()}
         live = [stage.most_live for stage in model._state.cache[next(iter(model._state.cache))].pipeline.stages]
-        return {"loss": out["loss"], "logits": out["logits"], "held": held, "live": live}
+        return {"loss": out["loss"], "wide": wide, "logits": out["logits"], "held": held, "live": live}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_evaluation_live_microbatches_and_what_a_rank_holds(ranks: Ranks, schedule: str) -> None:
-    """1F1B keeps ``pp - rank`` microbatches alive, GPipe all of them."""
+    """1F1B keeps ``pp - rank`` microbatches alive, GPipe all of them; evaluation takes batches of any size that they divide."""
     plan = Plan(dp=1, pp=2, microbatches=4, schedule=schedule)
     model = build(SMALL).eval()
     logits = model(**BATCH)["logits"]
@@ -80,6 +90,7 @@ def test_evaluation_live_microbatches_and_what_a_rank_holds(ranks: Ranks, schedu
     found = ranks.run(2, evaluated, plan, timeout=230.0)
     for rank, item in enumerate(found):
         assert isinstance(loss, Tensor) and difference("loss", item["loss"], loss / valid) < 1e-11
+        assert difference("loss", item["wide"], model(**WIDE)["loss"]) < 1e-11
         assert item["live"] == [2 - rank if schedule == "1f1b" else 4]
     assert found[0]["logits"] is None and difference("logits", found[1]["logits"], logits) < 1e-11
     for name, param in model.named_parameters():
@@ -131,5 +142,9 @@ def uneven(rank: int, plan: Plan, rows: int) -> str:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_batch_that_microbatches_do_not_divide_is_refused_before_any_send(ranks: Ranks, rows: int) -> None:
     """case 37"""
-    for said in ranks.run(2, uneven, PP, rows):
-        assert f"has {rows} rows" in said and "microbatches=2" in said
+    found = ranks.run(2, uneven, PP, rows)
+    near = max(2, rows // 2 * 2)
+    assert set(found) == {
+        f"each rank's batch has {rows} rows, but microbatches=2 needs a positive multiple of it; pass {near} rows, or drop the last batch "
+        "of the data set."
+    }

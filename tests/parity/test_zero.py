@@ -67,6 +67,15 @@ def test_experts_over_edp_on_gloo(ranks: Ranks, config: Config, optimizer: str, 
     trained(ranks, Job(config, AXES["ep"], optimizer, clip=0.05, stock=stock))
 
 
+@pytest.mark.parametrize("stock", [False, True], ids=["helper", "stock"])
+def test_a_rank_without_rows_on_gloo(ranks: Ranks, stock: bool) -> None:
+    """9 rows on 4 ranks are 3 + 3 + 3 + 0: the last rank steps and clips with empty shards."""
+    config = Config("loop", layers=1, hidden=9, heads=3, inner=9, bias=True, aux=0.1)
+    trained(
+        ranks, Job(config, Plan(dp=4, passes=ZERO), "adamw-fused" if stock else "adamw-foreach", clip=0.05, stock=stock)
+    )
+
+
 @pytest.mark.parametrize("name", ["tp", "edp-etp"])
 def test_beside_other_axes_on_gloo(ranks: Ranks, name: str) -> None:
     trained(ranks, Job(STACKED, AXES[name], "adamw-fused", clip=0.05, stock=True))

@@ -62,7 +62,7 @@ def test_effect() -> None:
     def effect() -> None:
         program = rewrite(plan=Plan(dp=4, ep=2)).program
         shapes = {item.name: item.local_shape(program.mesh) for item in program.inputs if item.kind is InputKind.PARAM}
-        assert shapes == {"gate_weight": (1, 2), "w1": (1, 2, 2), "w2": (1, 2, 2)}
+        assert shapes == {"gate_weight": (1, 2), "w1": (2, 1, 2), "w2": (2, 1, 2)}
         for node, item in program.items():
             assert tuple(meta.tensor(node).shape) == item.local_shape(program.mesh) or item.kind is not InputKind.PARAM
         for found, output in zip(program.output_nodes(), program.outputs, strict=True):
@@ -135,6 +135,15 @@ def test_a_gradient_is_scattered_as_soon_as_its_layer_is_done() -> None:
 )
 def test_which_dim_is_cut(shape: tuple[int, ...], ranks: int, first: int, dim: int | None) -> None:
     assert cut_dim(shape, ranks, first) == dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken", "dim"),
+    [((8, 6), {0}, 1), ((8, 7), {1}, 0), ((7, 8), {1}, 0), ((8, 7), {0}, 0), ((7, 5), {0}, None), ((8,), {0}, None)],
+)
+def test_a_dim_that_another_axis_cuts_comes_last(shape: tuple[int, ...], taken: set[int], dim: int | None) -> None:
+    """A bias whose only dim is taken stays whole."""
+    assert cut_dim(shape, 2, 0, frozenset(taken)) == dim
 
 
 def test_what_stays_whole_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,9 @@ def test_golden(golden: golden.Golden) -> None:
     )
 
 
+@functools.cache
 def program(config: Config = CONFIG, plan: Plan = PLAN) -> Program:
+    """Not to be changed."""
     return mc.trace(build(config), plan, BATCH)
 
 
@@ -101,6 +104,13 @@ def test_a_value_for_the_end_passes_through_stages_that_do_not_read_it() -> None
     assert [bool(stage.received) for stage in parts] == [False, True, True, True]
     for before, after in itertools.pairwise(parts):
         assert before.sent == after.received and before.received_grads == after.sent_grads
+
+
+def test_a_rank_cuts_out_its_own_stages_alone() -> None:
+    whole = program()
+    every, (second,) = cut_stages(whole), cut_stages(whole, [1])
+    assert second.forward.program.graph_module.code == every[1].forward.program.graph_module.code
+    assert (second.outputs, second.received, second.saved) == (every[1].outputs, every[1].received, every[1].saved)
 
 
 def test_nothing_changes_without_stages() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -17,6 +17,7 @@ from moecompile.timeline import Action, bubble, most_live, order, svg, text, tim
 from moecompile.timeline_figure import figure, save
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(0, 8))
 def test_every_microbatch_goes_forward_and_back_once(schedule: str, pp: int, more: int) -> None:
     rows = timeline(schedule, pp, pp + more)
@@ -26,6 +27,7 @@ def test_every_microbatch_goes_forward_and_back_once(schedule: str, pp: int, mor
         assert all(first.end <= then.start for first, then in pairwise(row))
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(2, 5), st.integers(1, 4))
 def test_interleaved(pp: int, chunks: int, rounds: int) -> None:
     rows = timeline("interleaved-1f1b", pp, rounds * pp, chunks)
@@ -44,6 +46,7 @@ def test_live_chunks_follow_the_closed_forms(pp: int, chunks: int) -> None:
         assert found == (pp - rank if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp + 1)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 4))
 def test_bubbles_follow_the_closed_form(pp: int, rounds: int) -> None:
     """``(pp-1) / (m + pp-1)`` of the time, with ``m`` microbatches."""

@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import random
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -228,6 +229,26 @@ def test_harmless(body: Callable[[Any, Tensor], Tensor]) -> None:
     assert inner.tracker.calls == 0 and inner.tracker.losses == [] and inner.tracker.cache == {}
     assert compare_capture(model, captured, (torch.ones(3, 4),), {}, 1) == ""
     assert inner.tracker.calls == 0 and inner.tracker.cache == {}
+
+
+class Monitor(threading.Thread):
+    """A progress bar's, say: its numbers change whenever it wakes up."""
+
+    woken = 0
+
+
+MONITOR = Monitor()
+
+
+def beside_a_thread(self: Any, x: Tensor) -> Tensor:
+    MONITOR.woken += 1
+    return self.linear(x)
+
+
+def test_what_a_thread_holds_is_its_own() -> None:
+    """That it changed during a forward does not say that the forward did it."""
+    captured = capture_model(made(beside_a_thread), (torch.ones(3, 4),), {})
+    assert "aten.linear.default" in targets(captured) and MONITOR.woken > 0
 
 
 def leaves_in_object(self: Any, x: Tensor) -> Tensor:

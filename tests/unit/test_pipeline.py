@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ def values_of(field: dataclasses.Field[Any], kind: type[Pass]) -> st.SearchStrat
     found = field.default
     if isinstance(found, bool):
         return st.booleans()
+    hint = typing.get_type_hints(kind)[field.name]
+    if isinstance(found, int) and typing.get_origin(hint) is typing.Literal:
+        return st.sampled_from(typing.get_args(hint))
     if isinstance(found, int):
         return st.integers(0, 10**6)
     accepted = re.findall(r"'([\w-]+)'", str(kind.__dataclass_fields__[field.name].type).replace('"', "'"))

@@ -25,7 +25,8 @@ from ...program import Level, OutputKind, Program
 from ..report import fault
 from .table import CARRIERS, name_of
 
-_MODEL, _DRAWS, _STEP, _DIVIDED = "moe_model_factors", "moe_model_draws", "moe_step_factors", "moe_step_divisions"
+_MODEL, _DRAWS, _METRICS = "moe_model_factors", "moe_model_draws", "moe_model_metrics"
+_STEP, _DIVIDED = "moe_step_factors", "moe_step_divisions"
 # the same value on other ranks; the first operand is what they move
 _MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place"})
 _KINDS = {
@@ -52,6 +53,7 @@ def remember(program: Program) -> None:
             kept[_STEP], kept[_DIVIDED] = _count(program), _divisions(program)
     elif not program.facts & {Fact.TOKENS_SHARDED, Fact.EXPERTS_SHARDED}:
         kept[_MODEL] = _count(program)
+        kept[_METRICS] = any(item.kind is OutputKind.METRIC for item in program.outputs)
         kept[_DRAWS] = {meta.source(node) for node in program.graph.nodes if _draws(node)}
 
 
@@ -72,34 +74,30 @@ def _key(node: Node) -> Key:
     return meta.source(node), _KINDS[name_of(node.target)], float(factor(node))
 
 
-def _count(program: Program, *, forward: bool = False) -> Counter[Key]:
+def _count(program: Program, *, forward: bool = False, among: Set[Node] | None = None) -> Counter[Key]:
     """Different calls with each number: one that is made of the whole and once more of a part of it counts once."""
     numbers = _numbered(program.graph.nodes, CARRIERS | _MOVERS)
-    counted = [
+    found = {
         (numbers[node], _key(node))
         for node in program.graph.nodes
         if factor(node) is not None
         and not _is_neutral(node)
+        and (among is None or node in among)
         and not (forward and meta.direction(node) is meta.Direction.BACKWARD)
-    ]
-    if program.level is Level.STEP:  # equal calls of two lines count in both: either may be the one that is left
-        return Counter(key for _, key in set(counted))
-    return Counter(dict(counted).values())
+    }
+    return Counter(key for _, key in found)
 
 
 def _divisions(program: Program) -> Counter[Key]:
-    """Divisions by a whole number that an output depends on; equal calls count once, whatever views lie between.
-
-    Equal calls of two lines may be merged into either, so that neither is expected to keep one.
-    """
+    """Divisions by a whole number that an output depends on; equal calls count once, for the first line, whatever views lie between."""
     live = ancestors(program.graph.output_node())
     nodes = [node for node in program.graph.nodes if node in live]
     numbers = _numbered(nodes, CARRIERS)
-    found: dict[int, set[Key]] = {}
+    found: dict[int, Key] = {}
     for node in nodes:
         if isinstance(factor(node), int) and factor(node) > 1 and _key(node)[1] == "div":
-            found.setdefault(numbers[node], set()).add(_key(node))
-    return Counter(key for keys in found.values() if len(keys) == 1 for key in keys)
+            found.setdefault(numbers[node], _key(node))
+    return Counter(found.values())
 
 
 def _numbered(nodes: Iterable[Node], through: Set[str]) -> dict[Node, int]:
@@ -131,20 +129,29 @@ def _is_neutral(node: Node) -> bool:
     return number in (0, 1) and bool(number == (0 if _KINDS[name_of(node.target)] == "add" else 1))
 
 
+def _told(program: Program) -> set[Node]:
+    """What a loss, a gradient or an output of the model depends on, not only what is recorded beside them."""
+    outputs = zip(program.output_nodes(), program.outputs, strict=True)
+    found = {node for node, item in outputs if isinstance(node, Node) and item.kind is not OutputKind.METRIC}
+    return found | ancestors(*found)
+
+
 class Scales:
     """The numbers of one program against those of its model, and of the step that was derived from it."""
 
     def __init__(self, program: Program) -> None:
         kept = program.graph_module.meta
-        self._program = program
         self._model: Counter[Key] | None = kept.get(_MODEL)
         self._draws: Set[str] = kept.get(_DRAWS, frozenset())
         self._step: Counter[Key] | None = kept.get(_STEP) if program.level is Level.STEP else None
         self._cut = Fact.TOKENS_SHARDED in program.facts
         self._exact = program.level is Level.MODEL  # later, ops are taken apart into others with numbers of their own
-        self._now = _count(program) if self._model is not None or self._step is not None else Counter()
+        self._told = _told(program)
+        # of metrics that were recorded later nobody knows which of their numbers hold a share of a number of ranks
+        self.metrics_known: bool = kept.get(_METRICS, True)
+        known = self._model is not None or self._step is not None
+        self._now = _count(program, among=self._told if self._exact else None) if known else Counter()
         self._forward = _count(program, forward=True) if self._model is not None else Counter()
-        self._told: Set[Node] | None = None
 
     def origin(self, node: Node) -> Origin:
         """Where a division by a whole number comes from."""
@@ -168,19 +175,11 @@ class Scales:
             )
         if self._model is None or not self._exact or (isinstance(factor(node), int) and key[1] == "div"):
             return
-        if self._now[key] > self._model[key] and key[0] not in self._draws and self._is_told(node):
+        if self._now[key] > self._model[key] and key[0] not in self._draws and node in self._told:
             raise fault(
                 node,
                 f"has the number {factor(node)}, which the model does not have in that line; leave the scale as it is",
             )
-
-    def _is_told(self, node: Node) -> bool:
-        """Whether a loss or an output of the model depends on a node, not only what is recorded beside them."""
-        if self._told is None:
-            outputs = zip(self._program.output_nodes(), self._program.outputs, strict=True)
-            found = {node for node, item in outputs if isinstance(node, Node) and item.kind is not OutputKind.METRIC}
-            self._told = found | ancestors(*found)
-        return node in self._told
 
     def check_divisions(self, program: Program) -> None:
         """Every division that the step had when it was differentiated is still there."""

@@ -42,7 +42,8 @@ class Coverage:
     """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
 
     ``checked`` is False where nothing can be said: the batch is not cut yet, or weights of experts are and their rows are not, or
-    the meshes of the plan have no digits in common, or passes in an unusual order have cut one dim over tp before cp. ``proved`` of
+    the meshes of the plan have no digits in common, a parameter is a shard of a dim that another axis cuts, or passes in an unusual
+    order have cut one dim over tp before cp. ``proved`` of
     ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read
     what is not known.
     """
@@ -62,7 +63,7 @@ def check_spread(program: Program) -> Coverage:
         and Fact.TOKENS_DISPATCHED not in program.facts
         and program.plan.ep * program.plan.etp > 1
     )
-    if halfway or Fact.TOKENS_SHARDED not in program.facts:
+    if halfway or Fact.TOKENS_SHARDED not in program.facts or _cut_twice(program):
         return Coverage(checked=False)
     digits = digits_of(program.mesh)
     if digits is None or any(item.kind is InputKind.TANGENT for item in program.inputs):
@@ -83,6 +84,15 @@ def check_spread(program: Program) -> Coverage:
             return Coverage(checked=False)
         raise
     return walk.coverage
+
+
+def _cut_twice(program: Program) -> bool:
+    """Whether a parameter is held as shards of a dim that another axis has cut first, which no reading can say."""
+    for item in program.inputs:
+        dims = [placed.dim for _, placed in item.placements if isinstance(placed, Shard)]
+        if item.kind is InputKind.PARAM and Fact.PARAMS_SHARDED in program.facts and len(set(dims)) < len(dims):
+            return True
+    return False
 
 
 def is_due(program: Program) -> bool:
@@ -143,6 +153,9 @@ class _Walk:
             if any(all(_is(reading, due) for reading, due in zip(way, wanted, strict=True)) for way in ways):
                 if _is_unknown(ways):
                     self.coverage.unproved.append(f"{item.kind.value} {item.name}")
+                continue
+            if item.kind is OutputKind.METRIC and not self.scales.metrics_known:
+                self.coverage.unproved.append(f"{item.kind.value} {item.name}")
                 continue
             at = next(at for at, due in enumerate(wanted) if not _is(ways[0][at], due))
             what = (

@@ -1,0 +1,195 @@
+"""What a user changes on the model, returns beside the loss, or passes beside the batch: followed exactly, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moecompile as mc
+from moecompile.errors import CaptureError
+from moecompile.plan import Plan
+from tests.support.models import Config, build, tokens
+from tests.support.parity import slice_for
+from tests.support.pool import Ranks, parallel
+
+pytestmark = pytest.mark.timeout(240)
+ALONE = Plan(dp=1)
+BATCH = tokens(2, 8, 0)
+
+
+class Scaled(nn.Module):
+    """A loss times everything that a user may turn between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(Config("loop", layers=1))
+        self.coef, self.options, self.factor = 1.0, {"weight": 1.0}, torch.ones((), dtype=torch.float64)
+        self.steps_seen = 0  # nothing of the model's code reads it
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        loss: Tensor = self.inner(**batch)["loss"]
+        return {"loss": loss * self.coef * self.options["weight"] * self.factor}
+
+
+def coefficient(model: Any) -> None:
+    model.coef = 3.0
+
+
+def option(model: Any) -> None:
+    model.options["weight"] = 0.5
+
+
+def tensor(model: Any) -> None:
+    model.factor = torch.tensor(5.0, dtype=torch.float64)
+
+
+def hook(model: Any) -> None:
+    model.inner.register_forward_hook(lambda module, given, out: {**out, "loss": out["loss"] * 7})
+
+
+@pytest.mark.parametrize("change", [coefficient, option, tensor, hook], ids=lambda change: change.__name__)
+def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], None]) -> None:
+    plain = Scaled().double()
+    model = mc.parallelize(copy.deepcopy(plain), ALONE)
+    for _ in range(2):
+        assert torch.allclose(model(**BATCH)["loss"], plain(**BATCH)["loss"], rtol=1e-12)
+        change(plain)
+        change(model.plain)
+    loss, wanted = model(**BATCH)["loss"], plain(**BATCH)["loss"]
+    assert torch.allclose(loss, wanted, rtol=1e-12)
+    loss.backward()
+    wanted.backward()
+    for (name, mine), theirs in zip(plain.named_parameters(), model.plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14), name
+
+
+def test_what_the_code_does_not_read_costs_nothing() -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    for step in range(3):
+        model.plain.steps_seen = step  # type: ignore[assignment]
+        model(**BATCH)
+    assert len(model._state.cache) == 1
+
+
+def another_parameter(model: Any) -> None:
+    model.inner.head.weight = nn.Parameter(model.inner.head.weight.detach().clone())
+
+
+def another_module(model: Any) -> None:
+    model.inner.head = copy.deepcopy(model.inner.head)
+
+
+@pytest.mark.parametrize("change", [another_parameter, another_module], ids=lambda change: change.__name__)
+def test_parts_that_were_replaced_are_refused(change: Callable[[Any], None]) -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    model(**BATCH)
+    change(model.plain)
+    with pytest.raises(CaptureError, match=r"'inner\.head.*' of the model was replaced .*param\.data\.copy_"):
+        model(**BATCH)
+
+
+def test_a_copy_is_refused_with_a_way_out() -> None:
+    with pytest.raises(TypeError, match="copy the plain model before parallelize"):
+        copy.deepcopy(mc.parallelize(Scaled(), ALONE))
+
+
+def test_experts_that_share_a_parameter_are_refused() -> None:
+    """As two of a stack it would be trained once for each."""
+    model: Any = build(Config("loop", layers=1))
+    experts = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1)
+    experts[1].up.weight = experts[0].up.weight
+    with pytest.raises(CaptureError, match=r"experts 0, 1 share the parameter .*experts\.0\.up\.weight"):
+        mc.parallelize(model, ALONE)(**BATCH)
+
+
+# ---- results and arguments without batch dim -----------------------------------------------------------------------------
+
+
+class Returns(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.inner, self.whole = build(Config("loop", layers=1)), whole
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        out = self.inner(**batch)
+        beside = (batch["labels"] != -100).sum() if self.whole else out["logits"].mean()
+        return {"loss": out["loss"], "beside": beside}
+
+
+def test_whole_numbers_over_microbatches_are_refused() -> None:
+    model = mc.parallelize(Returns(True), Plan(dp=1, microbatches=2))
+    with pytest.raises(CaptureError, match=r"has no batch dim: microbatches=2 cannot put whole numbers together"):
+        model(**BATCH)
+
+
+def test_means_over_microbatches_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = mc.parallelize(Returns(False), Plan(dp=1, microbatches=2)), Returns(False)
+    with caplog.at_level(logging.WARNING):
+        found = model(**BATCH)["beside"]
+    torch.testing.assert_close(found, plain(**BATCH)["beside"].detach(), rtol=1e-12, atol=0)
+    assert "microbatches=2 return the mean of their values" in caplog.text
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(Config("loop", layers=1))
+
+    def forward(self, weight: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.inner(**batch)["loss"] * weight}
+
+
+def weighted(rank: int, plan: Plan, weights: list[float]) -> str:
+    with parallel(Weighted(), plan) as model:
+        given = slice_for(tokens(4, 8, 0), plan, rank)
+        try:
+            model(weight=torch.tensor(weights[rank]), **given)
+        except CaptureError as error:
+            return str(error)
+    return "fine"
+
+
+def test_a_common_tensor_that_differs_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    plan = Plan(dp=2)
+    assert ranks.run(2, weighted, plan, [0.5, 0.5]) == ["fine"] * 2
+    for said in ranks.run(2, weighted, plan, [0.5, 0.7]):
+        assert "ranks 0 and 1 pass different values in a tensor without batch dim" in said
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(Config("loop", layers=1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.inner(ids=ids, labels=ids)["logits"]
+        return scores
+
+
+def scored(rank: int, plan: Plan) -> str:
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    ear = Ear()
+    logging.getLogger("moecompile").addHandler(ear)
+    with parallel(Scores(), plan) as model:
+        model(slice_for(tokens(4, 8, 0), plan, rank)["ids"])
+    logging.getLogger("moecompile").removeHandler(ear)
+    return "\n".join(heard)
+
+
+def test_a_call_without_a_loss_says_how_gradients_are_summed(ranks: Ranks) -> None:
+    first, other = ranks.run(2, scored, Plan(dp=2))
+    assert "the call returns no loss" in first and "loss_fn" in first
+    assert "the call returns no loss" not in other
