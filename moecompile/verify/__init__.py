@@ -2,7 +2,7 @@
 
 `verify_program` is cheap and runs after each pass; `verify_values` computes every shape again and runs once, at the
 end. Where every value lives is proved (`spread`) whenever the graph was cut, dispatched or differentiated, and at the end;
-``MOECOMPILE_PROVE=0`` in the environment leaves that out.
+``MOECOMPILE_PROVE=0`` in the environment leaves that out, and so does ``balance_scope="local"``.
 """
 
 import os
@@ -20,8 +20,9 @@ from .structure import check_structure
 __all__ = ["check_spread", "verify_program", "verify_values"]
 
 
-def _proves() -> bool:
-    return os.environ.get("MOECOMPILE_PROVE") != "0"
+def _proves(program: Program) -> bool:
+    """Balance losses of each rank's own batch are no value of the global program, which is what is proved."""
+    return os.environ.get("MOECOMPILE_PROVE") != "0" and program.plan.balance_scope == "global"
 
 
 def verify_program(program: Program) -> None:
@@ -37,7 +38,7 @@ def verify_program(program: Program) -> None:
     check_exchanges(program)
     check_transposes(program)
     check_facts(program)
-    if _proves():
+    if _proves(program):
         remember(whole)
         if is_due(whole):
             check_spread(program)
@@ -46,5 +47,5 @@ def verify_program(program: Program) -> None:
 def verify_values(program: Program) -> None:
     """Raise a VerifyError for a value that is not what its op gives."""
     values.verify_values(program)
-    if _proves():
+    if _proves(program):
         check_spread(program)
