@@ -294,7 +294,7 @@ MUTANTS: list[tuple[str, Callable[[Program], None], str]] = [
     (STEP, backward_sum_lost, r"has no transpose in the backward"),
     (STEP, backward_sum_twice, r"is in the backward and transposes no collective of the forward"),
     (STEP, gradient_not_reduced, r"is the gradient of gate_weight: not reduced, one sum over dp is due; let sync-grads reduce it once"),
-    (STEP, gradient_reduced_twice, r"is the gradient of gate_weight: sum over dp and sum over dp, one sum over dp is due"),
+    (STEP, gradient_reduced_twice, r"is the gradient of gate_weight: sum over dp of sum over dp, one sum over dp is due"),
     (STEP, gradient_over_another_axis, r"is the gradient of gate_weight: sum over edp, one sum over dp is due"),
     (STEP, expert_gradient_like_a_dense_one, r"is the gradient of w1: sum over dp, one sum over edp is due"),
     (STEP, expert_bucket_lost, r"is the gradient of w\d: not reduced, one sum over edp is due"),

@@ -12,7 +12,11 @@ from .views import WITH_ROWS, plain_view
 
 
 def _cat(call: Call) -> Options:
-    items = call["tensors"]
+    items = [
+        item for item in call["tensors"] if 0 not in call.shape(item)
+    ]  # empty ones, such as a new cache, add nothing
+    if not items:
+        return only(SAME)
     dim = call.dim("dim", items[0])
     readings = [plain_view(call.of(item)) for item in items]
     kinds = {reading.kind for reading in readings}

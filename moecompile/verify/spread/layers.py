@@ -269,7 +269,7 @@ def check_index(call: Call, index: Reading, ranks: int) -> None:
 
 def _uniform_rows(call: Call) -> Options:
     like, places = call.of(call["like"]), call.of(call["places"])
-    if like.kind not in (Kind.SAME, Kind.ZERO) and places.kind is not Kind.UNKNOWN and like != places:
+    if like.kind not in (Kind.SAME, Kind.ZERO, Kind.UNKNOWN) and places.kind is not Kind.UNKNOWN and like != places:
         raise ConflictError(f"draws numbers for rows that are {like} by places that are {places}")
     return only(places)
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch.fx import Node
+
 from .call import Call, Rule, only
 from .elementwise import words
 from .layout import reshaped
@@ -208,7 +210,18 @@ def _slice(call: Call) -> Options:
     if not all(isinstance(item, int) for item in bounds):
         return only(reading if reading.kind in (Kind.SUM, Kind.SAME, Kind.ZERO) else UNKNOWN)
     start, stop = (max(0, min(size, at + size if at < 0 else at)) for at in bounds)
+    if _gives_a_shape(call.node):
+        return only(UNKNOWN)
     return only(part(call, reading, dim, start, stop))
+
+
+def _gives_a_shape(node: Node) -> bool:
+    """Whether a value is read for its shape only, by draws of random numbers."""
+    return bool(node.users) and all(
+        str(user.target).startswith("moe.uniform")
+        or (str(user.target).startswith("aten.expand") and _gives_a_shape(user))
+        for user in node.users
+    )
 
 
 def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Reading:
