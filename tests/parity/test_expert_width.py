@@ -28,6 +28,7 @@ from tests.support import moe_styles as styles
 from tests.support.models import Config, build, tokens
 from tests.support.parity import OPTIMIZERS, LockStep, compare, difference, plain, slice_for
 from tests.support.pool import Ranks, parallel
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(240)
 ALONE, BOTH = Plan(dp=2, etp=2), Plan(dp=2, tp=2, ep=2, etp=2)
@@ -175,10 +176,7 @@ def resume(rank: int, config: Config, plan: Plan, folder: str) -> tuple[list[flo
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param(config, id=name, marks=[] if name == "stripes" else pytest.mark.slow)
-        for name, config in CONFIGS.items()
-    ],
+    thinned(CONFIGS, keep=("modules",)),
 )
 def test_case_33_saved_under_tp2_etp2_resumed_under_ep4_and_on_one_rank(
     ranks: Ranks, tmp_path: Path, config: Config

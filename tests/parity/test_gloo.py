@@ -16,6 +16,7 @@ from moecompile.plan import Plan
 from tests.support.models import Config, build, choose, push_to, tokens
 from tests.support.parity import Batch, ParityError, compare, plain, slice_for
 from tests.support.pool import Job, Part, Ranks, gathered, parallel, train
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(150)
 BATCHES = [tokens(8, 5, seed, ignored=0.2) for seed in range(3)]
@@ -45,8 +46,7 @@ def test_two_ranks(ranks: Ranks, config: Config, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=4, ep=2), Plan(dp=4, ep=4), Plan(dp=4, ep=2, dispatch="allgather")],
-    ids=["ep2", "ep4", "allgather"],
+    thinned({"ep2": Plan(dp=4, ep=2), "ep4": Plan(dp=4, ep=4), "allgather": Plan(dp=4, ep=2, dispatch="allgather")}),
 )
 def test_four_ranks(ranks: Ranks, plan: Plan) -> None:
     check(ranks, Job(Config("loop", shared=True, aux=0.1), plan), BATCHES)

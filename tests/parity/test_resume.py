@@ -19,6 +19,7 @@ from moecompile.plan import Plan
 from tests.support.models import Config, build, tokens
 from tests.support.parity import slice_for
 from tests.support.pool import Ranks, parallel
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(300)
 # dropout: the random state has to come along, too
@@ -112,7 +113,7 @@ def uninterrupted(config: Config) -> tuple[list[float], dict[str, Tensor]]:
         return job.steps(2 * HALF), mc.full_state_dict(made)
 
 
-@pytest.mark.parametrize("config", [LOOP, STACKED], ids=["loop", "stacked"])
+@pytest.mark.parametrize("config", thinned({"loop": LOOP, "stacked": STACKED}))
 def test_resume_under_another_plan(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     losses, weights = uninterrupted(config)
     for first in ranks.run(2, first_half, config, SAVED, str(tmp_path)):

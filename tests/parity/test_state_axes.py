@@ -142,6 +142,7 @@ def test_case_33_resume_under_another_plan(ranks: Ranks, tmp_path: Path) -> None
                 assert difference(name, weights[name], value) < 1e-10, (plan, name)
 
 
+@pytest.mark.slow
 def test_saved_under_one_plan_resumed_under_stripes(ranks: Ranks, tmp_path: Path) -> None:
     """The other way round: what was whole is read in stripes."""
     alone = Run(make(), Plan(dp=1), 0)

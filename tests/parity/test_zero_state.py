@@ -88,6 +88,7 @@ def test_resume_under_another_level_and_plan(ranks: Ranks, tmp_path: Path) -> No
         resumed(ranks, plan, tmp_path, called, losses, alone)
 
 
+@pytest.mark.slow
 def test_resume_as_shards(ranks: Ranks, tmp_path: Path) -> None:
     """The other way round: what stripes and whole weights hold is read into shards."""
     alone = states.Run(states.make(), Plan(dp=1), 0)

@@ -65,7 +65,12 @@ def test_the_size_that_is_promised():
 
 
 @pytest.mark.parametrize(
-    ("name", "argv"), [("train", ("--steps", "3")), ("hf_mixtral", ()), ("hf_trainer", ())], ids=lambda item: str(item)
+    ("name", "argv"),
+    [
+        pytest.param("train", ("--steps", "3"), id="train"),
+        pytest.param("hf_mixtral", (), id="hf_mixtral", marks=pytest.mark.slow),
+        pytest.param("hf_trainer", (), id="hf_trainer", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_print_what_one_process_prints(name, argv):
     if name.startswith("hf"):

@@ -201,6 +201,7 @@ def test_inspect_in_words_and_the_program(capsys):
 # ---- verify --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_passes_and_fails(tmp_path):
     """Equal as it is; without the reduction of gradients the exit code and the table say so."""
     right = run("verify", "--model", MODEL, "--example", EXAMPLE, "--dp", "2", "--ep", "2", "--json")

@@ -27,7 +27,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_on_gloo_ranks(world: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.ops_gloo_worker", str(tmp_path / "store")]
     ranks = [
