@@ -231,7 +231,10 @@ def _is_open(value: Any) -> bool:
     if _is_leaf(value) or isinstance(value, types.ModuleType):
         return False
     if isinstance(value, types.FunctionType):
-        return is_user_file(value.__code__.co_filename) and not value.__module__.startswith("moecompile.")
+        package = str(value.__module__).partition(".")[
+            0
+        ]  # the standard library keeps caches that forget, such as that of `re`
+        return is_user_file(value.__code__.co_filename) and package not in {"moecompile", *sys.stdlib_module_names}
     if isinstance(value, (*_CONTAINERS, *_WRAPPERS, types.SimpleNamespace, types.CellType)) or _position(value):
         return True
     kind = value if isinstance(value, type) else type(value)

@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import random
+import re
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -243,6 +244,17 @@ MONITOR = Monitor()
 def beside_a_thread(self: Any, x: Tensor) -> Tensor:
     MONITOR.woken += 1
     return self.linear(x)
+
+
+def beside_a_full_cache(self: Any, x: Tensor) -> Tensor:
+    for at in range(600):  # more than `re` keeps: it forgets older ones
+        re.match(f"layer{at}", "layer")
+    return self.linear(x)
+
+
+def test_what_the_standard_library_keeps_is_its_own() -> None:
+    captured = capture_model(made(beside_a_full_cache), (torch.ones(3, 4),), {})
+    assert "aten.linear.default" in targets(captured)
 
 
 def test_what_a_thread_holds_is_its_own() -> None:
