@@ -75,11 +75,20 @@ def build(name: str, **options: Any) -> nn.Module:
     return hf_models.build(name, **options).double()
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize(
-    ("batch", "attention"),
-    [("left", "sdpa"), ("right", "sdpa"), ("packed", "sdpa"), ("right", "eager"), ("packed", "eager")],
-)
+MASKS = {
+    f"{batch}-{attention}-{name}": (batch, attention, plan)
+    for batch, attention in (
+        ("left", "sdpa"),
+        ("right", "sdpa"),
+        ("packed", "sdpa"),
+        ("right", "eager"),
+        ("packed", "eager"),
+    )
+    for name, plan in PLANS.items()
+}
+
+
+@pytest.mark.parametrize(("batch", "attention", "plan"), thinned(MASKS))
 def test_masks_and_packed_sequences(plan: Plan, attention: str, batch: str) -> None:
     model = build("mixtral", num_hidden_layers=1, attn_implementation=attention)
     found = check(model, plan, packed() if batch == "packed" else padded(batch))
@@ -94,8 +103,14 @@ def test_sliding_windows(plan: Plan, attention: str) -> None:
     assert found.program.gathers == []
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+FAMILIES = {
+    f"{family}-{name}": (family, plan)
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
+    for name, plan in PLANS.items()
+}
+
+
+@pytest.mark.parametrize(("family", "plan"), thinned(FAMILIES))
 def test_families(family: str, plan: Plan) -> None:
     """Norms on heads; sinks beside the keys' scores; latent attention behind a dense layer."""
     found = check(build(family), plan, padded("right"))

@@ -53,6 +53,7 @@ def test_a_stage_that_dies_in_a_step_is_named_with_microbatch_and_action(ranks: 
     assert WAITED in str(caught.value) and time.monotonic() - start < 190
 
 
+@pytest.mark.slow
 def test_a_stage_that_stalls_is_named_after_the_timeout(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(2, vanish, Plan(dp=1, pp=2, microbatches=4, timeout=20.0), "stall", timeout=230.0)

@@ -13,6 +13,7 @@ from moecompile import ops
 from moecompile.passes.seed_random import SeedRandom
 from tests.support import models
 from tests.support.parity import slice_for
+from tests.support.thinned import thinned
 
 
 class Noisy(nn.Module):
@@ -75,8 +76,14 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("kind", [Noisy, Dropping], ids=["every random op", "dropout everywhere"])
+LAYOUTS = {
+    f"{name}-{plan}": (kind, plan)
+    for name, kind in (("every random op", Noisy), ("dropout everywhere", Dropping))
+    for plan in PLANS
+}
+
+
+@pytest.mark.parametrize(("kind", "plan"), thinned(LAYOUTS))
 def test_every_layout_draws_the_same_numbers(kind: type[nn.Module], plan: mc.Plan) -> None:
     model = kind()
     one, many = _run(model, mc.Plan(dp=1), 5), _run(model, plan, 5)

@@ -20,6 +20,7 @@ from moecompile.plan import Plan
 from tests.support.models import Config, build, tokens
 from tests.support.parity import slice_for
 from tests.support.pool import Ranks, parallel
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(200)
 LOOP, STACKED = Config("loop", layers=1, bias=True), Config("stacked", layers=1)
@@ -140,7 +141,7 @@ def load(
     return found
 
 
-@BOTH
+@pytest.mark.parametrize("config", thinned({"loop": LOOP, "stacked": STACKED}))
 def test_case_33_moments_survive_a_change_of_plan(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     names = ["sgd-momentum", "adamw-fused", "adam-amsgrad", "rmsprop", "adagrad"]
     ranks.run(2, save, config, str(tmp_path), names, timeout=180)
