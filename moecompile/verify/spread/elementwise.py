@@ -123,7 +123,7 @@ def _zeros(call: Call) -> Options:
 
 
 def _filled(call: Call) -> Options:
-    return only(ZERO if call.get("fill_value", 1) == 0 else FILLED)
+    return only(ZERO if call.get("fill_value", call.get("s", 1)) == 0 else FILLED)
 
 
 def _range(call: Call) -> Options:
