@@ -16,9 +16,9 @@ from moecompile import meta, ops
 from moecompile.compilation import Request, compile_call
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
-from moecompile.program import InputKind, Program
 from tests.parity.test_hf_axes import build as build_hf
 from tests.parity.test_hf_axes import check as check_hf
+from tests.parity.test_hf_axes import cut
 from tests.support import hf_models
 from tests.support.models import Config, build, tokens
 from tests.support.parity import LockStep, compare, difference, plain, slice_for
@@ -40,16 +40,6 @@ PLANS = [
     plan_of(dp=2, tp=2, ep=4),
     plan_of(dp=1, cp=2, tp=2, ep=2),
 ]
-
-
-def cut(program: Program) -> dict[str, Shard]:
-    return {
-        item.fqns[0]: placed
-        for item in program.inputs
-        if item.kind is InputKind.PARAM
-        for axis, placed in item.placements
-        if axis == "tp" and isinstance(placed, Shard)
-    }
 
 
 STEPS = {f"{plan}-{'tied' if tied else 'own'}": (plan, tied) for plan in PLANS for tied in (False, True)}
