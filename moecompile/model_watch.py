@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .capture.attributes import ABSENT, INTERNAL
+from .capture.surroundings import names_in_code
 from .errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -111,10 +112,5 @@ def _names_of(kind: type) -> set[str]:
             inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             inner = inner.fget if isinstance(inner, property) else inner
             if isinstance(inner, types.FunctionType) and value is not vars(base).get("__init__"):
-                found |= _names(inner.__code__)
+                found |= names_in_code(inner.__code__)
     return found
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))

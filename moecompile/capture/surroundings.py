@@ -204,7 +204,7 @@ class Surroundings:
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield self._holder(cell, f"{free!r} of {value.__qualname__}", line)
         yield self._holder(
-            value.__globals__, f"module {value.__module__}", line, dict.fromkeys(_names(value.__code__), line)
+            value.__globals__, f"module {value.__module__}", line, dict.fromkeys(names_in_code(value.__code__), line)
         )
         for default in (value.__defaults__, value.__kwdefaults__):
             if default:
@@ -220,10 +220,10 @@ class Surroundings:
         return known
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in_code(code: types.CodeType) -> set[str]:
     """Names in a function's code and in the functions inside it."""
     inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(names_in_code, inner))
 
 
 def _is_open(value: Any) -> bool:
