@@ -104,7 +104,7 @@ def test_three_steps(ranks: Ranks, plan: Plan) -> None:
 
 
 def test_stock_clip(ranks: Ranks) -> None:
-    """A tied weight, which two stages hold, counts once."""
+    """case 36: a tied weight, which two stages hold, counts once."""
     check(ranks, CONFIG, PLANS["pp2-dp2-ep2"], stock=True)
 
 
