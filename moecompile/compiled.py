@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
 from .placement.types import Shard
 from .program import AUX, NUM_VALID, Input, InputKind, Level, Output, OutputKind, Program
-from .reduction import Unreduced, add_up, partial_axes, reduce_flat
+from .reduction import add_up, partial_axes, reduce_flat
 from .results import Results
 from .runtime.executor import Executor
 from .runtime.process_groups import ProcessGroups
@@ -58,14 +58,11 @@ class Trained:
 class CompiledCall:
     """Runs one program for this rank: ``call(leaves)`` takes the flattened arguments and returns the model's return value.
 
-    ``synced`` says whether the program reduces its own gradients; where not, ``unreduced`` learns of those that it hands out.
+    ``synced`` says whether the program reduces its own gradients; where not, ``reduce`` is applied when they are handed out.
     """
 
-    def __init__(
-        self, program: Program, groups: ProcessGroups, weights: Weights, unreduced: Unreduced, *, synced: bool = True
-    ) -> None:
+    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
-        self.unreduced = unreduced
         self.mesh: Mesh = program.mesh
         self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
         self.phases = split_phases(program) if program.layout is None and not self.differentiable else Phases(program)
@@ -83,10 +80,10 @@ class CompiledCall:
             self._check_joins()
 
     # -- running -----------------------------------------------------------------------------------------------------
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
         outputs = self._run_all(leaves)
         self._keep_metrics(outputs)
-        return self._rebuild(outputs)
+        return self._rebuild(outputs, before_hand_out)
 
     def _bind(self) -> Executor | None:
         """What runs the whole program; None where its stages run one by one."""
@@ -133,19 +130,12 @@ class CompiledCall:
         """Trained weights with autograd behind them, for a program whose backward the engine runs."""
         trained = [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
         axes = [reduce_axis(item, self.mesh) for item in trained]
-        owners = [
-            (param, axis)
-            for item, axis in zip(trained, axes, strict=True)
-            for param, _ in self.weights.parameters_of(item)
-        ]
 
         def reduce(grads: Sequence[Tensor | None]) -> None:
-            self._before_hand_out(owners)
-            found = [(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None]
             if self.synced:
-                reduce_flat(found, self.groups)
-            for axis, grad in found if not self.synced else ():
-                grad.mul_(self._copies(axis))
+                reduce_flat(
+                    [(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups
+                )
 
         found = share(reduce, [self.weights.attached(item) for item in trained])
         return {item.name: weight for item, weight in zip(trained, found, strict=True)}
@@ -286,14 +276,14 @@ class CompiledCall:
         outputs = {item.name: item for item in self.program.outputs if item.what == TOKENS_PER_EXPERT}
         return {name: self.metrics[name, TOKENS_PER_EXPERT][0] for name in outputs}, outputs
 
-    def _rebuild(self, outputs: Sequence[Any]) -> Any:
+    def _rebuild(self, outputs: Sequence[Any], before_hand_out: Callable[[], None] | None) -> Any:
         program = self.program
         values: dict[int, Tensor] = {}
         for item, value in zip(program.outputs, outputs, strict=True):
             if item.kind is OutputKind.LOSS:
                 _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
-                values[item.leaf] = self._attach(outputs, value)
+                values[item.leaf] = self._attach(outputs, value, before_hand_out)
             elif item.kind is OutputKind.USER and value is None:
                 continue  # computed on another pipeline stage
             elif item.kind is OutputKind.USER:
@@ -310,7 +300,7 @@ class CompiledCall:
             [values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec
         )
 
-    def _attach(self, outputs: Sequence[Any], loss: Tensor) -> Tensor:
+    def _attach(self, outputs: Sequence[Any], loss: Tensor, before_hand_out: Callable[[], None] | None) -> Tensor:
         """Put the gradients of a finished step behind its loss."""
         gradients: Gradients = []
         parts: dict[int, tuple[Tensor, ...]] = {}
@@ -322,22 +312,16 @@ class CompiledCall:
             if item.place is not None:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
             grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
-            grad = grad.to(item.param.dtype)
-            gradients.append(grad if self.synced else grad * self._copies(item.axis))
-        owners = [(item.param, item.axis) for item in self.trained]
+            gradients.append(grad.to(item.param.dtype))
 
         def finish(found: Gradients) -> Gradients:
-            self._before_hand_out(owners)
+            if before_hand_out is not None:
+                before_hand_out()
             return found
 
         return attach(StepResult(gradients, finish), loss, [item.param for item in self.trained])
 
-    def _copies(self, axis: str) -> int:
-        return self.groups.size(axis) if axis else 1
-
-    def _before_hand_out(self, owners: Sequence[tuple[nn.Parameter, str]]) -> None:
-        """The first backward outside ``no_sync`` reduces what those inside left in ``.grad``, before its own is added."""
-        if self.synced:
-            self.unreduced.reduce(self.groups)
-        for param, axis in owners if not self.synced else ():
-            self.unreduced.leave(param, axis)
+    def reduce_accumulated(self) -> None:
+        """Reduce what earlier backward calls left in ``.grad`` as this rank's share."""
+        held = [(item.axis, item.param.grad) for item in self.trained if item.param.grad is not None]
+        reduce_flat(held, self.groups)

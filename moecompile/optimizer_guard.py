@@ -59,10 +59,6 @@ def watch(state: State) -> None:
 
 
 def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
-    for state in _states:
-        if state.unreduced:
-            params = (param for group in opt.param_groups for param in group["params"])
-            state.unreduced.check(params, f"{type(opt).__name__}.step")
     seen = (_cuts, len(opt.param_groups))
     if _looked_at.get(opt) == seen:
         return

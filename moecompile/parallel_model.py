@@ -101,7 +101,7 @@ class ParallelModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside leave what is no sum over the ranks yet in ``.grad``; the first one outside reduces all of it."""
+        """Backward calls inside leave this rank's share in ``.grad``; the first one outside reduces all of it."""
         before, self._state.sync = self._state.sync, False
         try:
             yield
@@ -241,7 +241,7 @@ class ParallelModel(nn.Module):
         if state.watch is None:
             state.watch = ModelWatch(self.plain)
         kind = CompiledCall if program.layout is None else StagedCall
-        return kind(program, state.groups, state.weights, state.layout.unreduced, synced=state.sync)
+        return kind(program, state.groups, state.weights, synced=state.sync)
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -256,11 +256,22 @@ class ParallelModel(nn.Module):
         state = self._state
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
-        result = compiled(leaves)
+        result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
         state.calls += 1
         if torch.is_grad_enabled():
             state.balance.add(*compiled.counts())
         return result
+
+    def _leave_unreduced(self) -> None:
+        """A backward under ``no_sync`` leaves this rank's share in ``.grad``."""
+        self._state.unreduced = True
+
+    def _reduce_accumulated(self) -> None:
+        """The first backward outside ``no_sync`` reduces what was left in ``.grad``, before its own is added."""
+        state = self._state
+        if state.unreduced and state.latest is not None:
+            state.latest.reduce_accumulated()
+        state.unreduced = False
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:
@@ -285,6 +296,7 @@ class _State:
         self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
+        self.unreduced = False
         self.calls = 0
         self.control = True
         self._sizes: Counter[tuple[str, int]] = Counter()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .compat import foreach_copy_
 from .placement.types import Partial
@@ -42,37 +42,3 @@ def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) ->
         dist.all_reduce(flat, group=groups.group(axis))
         parts = torch.split(flat, [item.numel() for item in members])
         foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])
-
-
-class Unreduced:
-    """Gradients that backward calls under ``no_sync`` left in ``.grad``: n times this rank's share each, for an axis of n ranks.
-
-    Their mean is the sum of the shares. What every rank adds to ``.grad`` itself, such as the penalty on a weight, counts once in it.
-    """
-
-    def __init__(self) -> None:
-        self._axes: dict[nn.Parameter, str] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._axes)
-
-    def leave(self, param: nn.Parameter, axis: str) -> None:
-        """Note that the mean over ``axis`` of a gradient is still to be taken."""
-        self._axes[param] = axis
-
-    def reduce(self, groups: ProcessGroups) -> None:
-        """Take the mean of all that was left; what was set to None since is gone. Collective."""
-        held = [(axis, param.grad) for param, axis in self._axes.items() if param.grad is not None]
-        reduce_flat(held, groups)
-        for axis, grad in held:
-            if axis and groups.size(axis) > 1:
-                grad.as_subclass(Tensor).div_(groups.size(axis))
-        self._axes.clear()
-
-    def check(self, params: Iterable[Tensor], what: str) -> None:
-        """RuntimeError if one of them has a gradient that is this rank's share."""
-        if self._axes and any(param.grad is not None for param in params if param in self._axes):
-            raise RuntimeError(
-                f"{what}: the gradients were accumulated under no_sync() and are this rank's share; run the last forward and backward "
-                "outside of it first."
-            )

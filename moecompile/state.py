@@ -23,7 +23,6 @@ from .mesh import ATTENTION_AXES, EXPERT_AXES, joined
 from .meta_init import fill
 from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor, gathered
 from .placement.types import Shard as Striped
-from .reduction import Unreduced
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .weights import Cut, Weights, padded
@@ -35,7 +34,6 @@ class State:
     def __init__(self, weights: Weights, groups: ProcessGroups) -> None:
         self.weights, self.groups = weights, groups
         self._meshes: dict[tuple[str, str], DeviceMesh] = {}
-        self.unreduced = Unreduced()
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
 
     def use(self, groups: ProcessGroups) -> None:

@@ -193,7 +193,7 @@ def _train_on_loaded(rank: int, path: str) -> dict[str, Any]:
         state = model._state
         for kind in ("compiled", "loaded"):
             if kind == "loaded":
-                loaded = CompiledCall(mc.load(path), state.groups, state.weights, state.layout.unreduced)
+                loaded = CompiledCall(mc.load(path), state.groups, state.weights)
                 state.cache.update(dict.fromkeys(state.cache, loaded))
             loss = model(**SLICES[rank])["loss"]
             loss.backward()
