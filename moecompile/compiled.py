@@ -58,11 +58,22 @@ class Trained:
 class CompiledCall:
     """Runs one program for this rank: ``call(leaves)`` takes the flattened arguments and returns the model's return value.
 
-    ``synced`` says whether the program reduces its own gradients; where not, ``reduce`` is applied when they are handed out.
+    ``synced`` says whether the gradients are those of all ranks. Where not, each is this rank's share times the number of ranks among
+    which it is a sum, so that a later mean over them leaves as it is what they have in common: other terms, and earlier gradients.
+    ``before_hand_out`` runs in each backward before its gradients are handed out.
     """
 
-    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
+    def __init__(
+        self,
+        program: Program,
+        groups: ProcessGroups,
+        weights: Weights,
+        *,
+        synced: bool = True,
+        before_hand_out: Callable[[], None] | None = None,
+    ) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
+        self._before_hand_out = before_hand_out
         self.mesh: Mesh = program.mesh
         self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
         self.phases = split_phases(program) if program.layout is None and not self.differentiable else Phases(program)
@@ -80,10 +91,10 @@ class CompiledCall:
             self._check_joins()
 
     # -- running -----------------------------------------------------------------------------------------------------
-    def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         outputs = self._run_all(leaves)
         self._keep_metrics(outputs)
-        return self._rebuild(outputs, before_hand_out)
+        return self._rebuild(outputs)
 
     def _bind(self) -> Executor | None:
         """What runs the whole program; None where its stages run one by one."""
@@ -126,12 +137,16 @@ class CompiledCall:
             ]
         )
 
+    def _trained_inputs(self) -> list[Input]:
+        return [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
+
     def _shared_weights(self) -> dict[str, Tensor]:
         """Trained weights with autograd behind them, for a program whose backward the engine runs."""
-        trained = [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
+        trained = self._trained_inputs()
         axes = [reduce_axis(item, self.mesh) for item in trained]
 
         def reduce(grads: Sequence[Tensor | None]) -> None:
+            self._hand_out(axes, grads)
             if self.synced:
                 reduce_flat(
                     [(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups
@@ -276,14 +291,14 @@ class CompiledCall:
         outputs = {item.name: item for item in self.program.outputs if item.what == TOKENS_PER_EXPERT}
         return {name: self.metrics[name, TOKENS_PER_EXPERT][0] for name in outputs}, outputs
 
-    def _rebuild(self, outputs: Sequence[Any], before_hand_out: Callable[[], None] | None) -> Any:
+    def _rebuild(self, outputs: Sequence[Any]) -> Any:
         program = self.program
         values: dict[int, Tensor] = {}
         for item, value in zip(program.outputs, outputs, strict=True):
             if item.kind is OutputKind.LOSS:
                 _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
-                values[item.leaf] = self._attach(outputs, value, before_hand_out)
+                values[item.leaf] = self._attach(outputs, value)
             elif item.kind is OutputKind.USER and value is None:
                 continue  # computed on another pipeline stage
             elif item.kind is OutputKind.USER:
@@ -300,7 +315,7 @@ class CompiledCall:
             [values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec
         )
 
-    def _attach(self, outputs: Sequence[Any], loss: Tensor, before_hand_out: Callable[[], None] | None) -> Tensor:
+    def _attach(self, outputs: Sequence[Any], loss: Tensor) -> Tensor:
         """Put the gradients of a finished step behind its loss."""
         gradients: Gradients = []
         parts: dict[int, tuple[Tensor, ...]] = {}
@@ -315,13 +330,25 @@ class CompiledCall:
             gradients.append(grad.to(item.param.dtype))
 
         def finish(found: Gradients) -> Gradients:
-            if before_hand_out is not None:
-                before_hand_out()
+            self._hand_out([item.axis for item in self.trained], found)
             return found
 
         return attach(StepResult(gradients, finish), loss, [item.param for item in self.trained])
 
-    def reduce_accumulated(self) -> None:
-        """Reduce what earlier backward calls left in ``.grad`` as this rank's share."""
-        held = [(item.axis, item.param.grad) for item in self.trained if item.param.grad is not None]
-        reduce_flat(held, self.groups)
+    def _hand_out(self, axes: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """What a backward does with its gradients, each of which is a share over its axis, before autograd gets them."""
+        if self._before_hand_out is not None:
+            self._before_hand_out()
+        for axis, grad in zip(axes, grads, strict=True):
+            if not self.synced and grad is not None and axis:
+                grad.mul_(self.groups.size(axis))
+
+    def summed_over(self) -> dict[nn.Parameter, str]:
+        """The axes over which the ranks' shares of each parameter's gradient add up."""
+        if not self.differentiable:
+            return {item.param: item.axis for item in self.trained}
+        return {
+            param: reduce_axis(item, self.mesh)
+            for item in self._trained_inputs()
+            for param, _ in self.weights.parameters_of(item)
+        }

@@ -84,10 +84,11 @@ def global_norm(parts: Iterable[Tensor], order: float, group: dist.ProcessGroup 
 
 
 def mark(param: nn.Parameter, group: dist.ProcessGroup | None, *, counts: bool = True) -> Any:
-    """Make every gradient that accumulates into ``param`` a CutGrad. Returns the hook's handle."""
+    """Make the gradient of ``param``, and every one that accumulates into it, a CutGrad. Returns the hook's handle."""
 
     def convert(leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, CutGrad):
             leaf.grad = CutGrad.of(leaf.grad, group, counts=counts)
 
+    convert(param)
     return param.register_post_accumulate_grad_hook(convert)  # type: ignore[no-untyped-call]

@@ -59,6 +59,9 @@ def watch(state: State) -> None:
 
 
 def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in _states:
+        if state.unreduced and _has_any(opt, state.weights.model):
+            state.check_reduced(f"{type(opt).__name__}.step()")
     seen = (_cuts, len(opt.param_groups))
     if _looked_at.get(opt) == seen:
         return
@@ -76,6 +79,11 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
         for param, state, name in held:
             _check_state(opt, param, state, name)
     _looked_at[opt] = seen
+
+
+def _has_any(opt: Optimizer, model: nn.Module) -> bool:
+    own = {id(param) for param in model.parameters()}
+    return any(id(param) in own for group in opt.param_groups for param in group["params"])
 
 
 def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, state: State, name: str) -> None:

@@ -26,6 +26,7 @@ from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
 from .program import Program
+from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .staged import StagedCall
@@ -101,7 +102,7 @@ class ParallelModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside leave this rank's share in ``.grad``; the first one outside reduces all of it."""
+        """Calls inside leave gradients of this rank alone in ``.grad``; the first backward of one outside takes the mean of all of it."""
         before, self._state.sync = self._state.sync, False
         try:
             yield
@@ -241,7 +242,8 @@ class ParallelModel(nn.Module):
         if state.watch is None:
             state.watch = ModelWatch(self.plain)
         kind = CompiledCall if program.layout is None else StagedCall
-        return kind(program, state.groups, state.weights, synced=state.sync)
+        finish = self._average_accumulated if state.sync else self._leave_unreduced
+        return kind(program, state.groups, state.weights, synced=state.sync, before_hand_out=finish)
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -256,22 +258,32 @@ class ParallelModel(nn.Module):
         state = self._state
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
-        result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
+        result = compiled(leaves)
         state.calls += 1
         if torch.is_grad_enabled():
             state.balance.add(*compiled.counts())
         return result
 
     def _leave_unreduced(self) -> None:
-        """A backward under ``no_sync`` leaves this rank's share in ``.grad``."""
-        self._state.unreduced = True
+        """A backward under ``no_sync`` leaves in ``.grad`` what is this rank's alone."""
+        layout, groups = self._state.layout, self._state.groups
+        layout.unreduced = layout.unreduced or any(
+            groups.size(axis) > 1 for axis in self._summed_over().values() if axis
+        )
 
-    def _reduce_accumulated(self) -> None:
-        """The first backward outside ``no_sync`` reduces what was left in ``.grad``, before its own is added."""
+    def _average_accumulated(self) -> None:
+        """The first backward outside ``no_sync`` takes the mean of what was left in ``.grad``, before its own is added.
+
+        That is of every parameter that any call has trained: some may be frozen by now.
+        """
         state = self._state
-        if state.unreduced and state.latest is not None:
-            state.latest.reduce_accumulated()
-        state.unreduced = False
+        if state.layout.unreduced:
+            held = ((axis, param.grad) for param, axis in self._summed_over().items() if param.grad is not None)
+            reduce_flat(held, state.groups, mean=True)
+        state.layout.unreduced = False
+
+    def _summed_over(self) -> dict[nn.Parameter, str]:
+        return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:
@@ -296,7 +308,6 @@ class _State:
         self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
-        self.unreduced = False
         self.calls = 0
         self.control = True
         self._sizes: Counter[tuple[str, int]] = Counter()

@@ -28,12 +28,12 @@ _OF_A_MICROBATCH = (InputKind.BATCH, InputKind.SCALE, InputKind.SEED)
 class StagedCall(CompiledCall):
     """Runs this rank's stages by the plan's schedule; outputs of other stages are None, their gradients and metrics zero shares."""
 
-    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
+    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, **options: Any) -> None:
         assert program.layout is not None
         number, mine = len(program.layout.stages), program.mesh.axis_index("pp", groups.rank)
         own = cut_stages(program, range(mine, number, groups.size("pp")))
         self._places = {place for stage in own for place in stage.outputs}
-        super().__init__(program, groups, weights, synced=synced)
+        super().__init__(program, groups, weights, **options)
         self.parts = program.plan.microbatches
         device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
         trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
