@@ -210,6 +210,11 @@ def default_pipeline(plan: Plan, *, step: bool) -> str:
 
 def _check_said(passes: Sequence[Pass], plan: Plan) -> None:
     """PlanError for a field that a pipeline written out would leave without effect."""
+    if plan.overrides and not any(item.name == "shard-linears" for item in passes):
+        raise PlanError(
+            f"Plan(overrides={dict(plan.overrides)!r}): the plan's passes are a whole pipeline without shard-linears; put that behind "
+            f"shard-dense, or begin passes with '+'."
+        )
     if plan.reduce_dtype is None:
         return
     wanted = PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype})

@@ -21,6 +21,8 @@ from moecompile.errors import PlanError
 from moecompile.plan_fields import FrozenMap, to_toml
 
 DEGREES = ("dp", "tp", "cp", "pp", "ep", "etp")
+# what `overrides` says of linears: whole on every rank, cut by outputs, cut by inputs
+REPLICATED, COLUMN, ROW = ROLES = ("replicate", "column", "row")
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("alltoall", "allgather", "deepep", "hybridep"),
@@ -54,7 +56,8 @@ class Plan:
 
     Degrees: `dp=None` is filled in by `resolve(world_size)`; the others default to 1.  `batch_dims` maps an
     argument name to the dim that data ranks split, or to None for an argument that is equal on all ranks;
-    `overrides` maps a module pattern to a placement.  `passes` is a whole pipeline, or `+` and passes that the usual one
+    `overrides` maps a pattern of module paths to what tp does with the linears there: "replicate", "column" or "row"; the
+    later of two that match wins.  `passes` is a whole pipeline, or `+` and passes that the usual one
     gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
     `router_dtype` and `reduce_dtype` of None keep the model's own; gradients are summed over ranks and microbatches in
@@ -192,7 +195,7 @@ class Plan:
         names = list(module_names)
         for pattern in self.overrides:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = _close(pattern, names)
+                near = _close(pattern, names) or (f"; one is called {names[-1]!r}" if names else "")
                 raise PlanError(f"Plan(overrides=...): pattern {pattern!r} matches no module of the model{near}.")
 
     def check_supported(self) -> None:
@@ -213,10 +216,6 @@ class Plan:
         if self.deterministic:
             raise _unsupported(
                 "deterministic", True, "torch's own switch only; call torch.use_deterministic_algorithms(True) instead"
-            )
-        if self.overrides:
-            raise _unsupported(
-                "overrides", dict(self.overrides), "placements that follow from the plan; leave overrides out"
             )
 
     def to_toml(self) -> str:
@@ -313,6 +312,11 @@ def _check_dependent_options(plan: Plan) -> None:
             "Plan(sequence_parallel=True): sequence_parallel splits the sequence over tp ranks and tp=1; "
             "use tp >= 2, or sequence_parallel=False."
         )
+    if plan.overrides and plan.tp == 1:
+        raise PlanError(
+            f"Plan(overrides={dict(plan.overrides)!r}): overrides say what tp does with linears and tp=1; use tp >= 2, or leave "
+            f"overrides out."
+        )
     for name in ("schedule", "layout"):
         if getattr(plan, name) is not None and plan.pp == 1:
             raise PlanError(
@@ -341,8 +345,11 @@ def _checked_batch_dims(value: object) -> FrozenMap[int | None]:
 def _checked_overrides(value: object) -> FrozenMap[str]:
     overrides = _frozen("overrides", value)
     for pattern, placement in overrides.items():
-        if not isinstance(placement, str) or not placement.strip():
-            raise PlanError(f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be a text, not empty.")
+        if placement not in ROLES:
+            listed = ", ".join(map(repr, ROLES))
+            raise PlanError(
+                f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be one of {listed}{_close(placement, ROLES)}."
+            )
     return overrides
 
 

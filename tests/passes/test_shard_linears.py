@@ -75,6 +75,24 @@ def test_effect_of_a_head() -> None:
     assert cuts(rewrite(golden.Scale()).program) == {}  # only if asked for
 
 
+ALONE = replace(TP, overrides={"gate": "replicate", "down": "column"})
+
+
+def test_golden_overrides(golden: golden.Golden) -> None:
+    """One linear cut by itself, its result gathered; the others whole."""
+    golden("overrides", rewrite(plan=ALONE))
+
+
+def test_effect_of_overrides() -> None:
+    def effect() -> None:
+        found = rewrite(plan=ALONE)
+        assert cuts(found.program) == {"down.weight": Shard(0), "down.bias": Shard(0)}
+        (gather,) = graphs.find(found.program.graph, ops.all_gather)
+        assert gather.args[1:] == (2, "tp")
+
+    golden.assert_needs(ShardLinears, effect)
+
+
 class Fed(Attentive):
     """Two linears in place of attention: a shorter text."""
 
