@@ -76,7 +76,7 @@ class CompiledCall:
         self._before_hand_out = before_hand_out
         self.mesh: Mesh = program.mesh
         self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
-        self.phases = split_phases(program) if program.layout is None and not self.differentiable else Phases(program)
+        self.phases = Phases(program) if self.differentiable else self._split()
         self.executor = self._bind()
         self.kept = KeptParameters(self.phases.head, groups, weights) if self.phases.head is not None else None
         self.reduction = Executor(self.phases.tail, groups) if self.phases.tail is not None else None
@@ -95,6 +95,10 @@ class CompiledCall:
         outputs = self._run_all(leaves)
         self._keep_metrics(outputs)
         return self._rebuild(outputs)
+
+    def _split(self) -> Phases:
+        """The parts of the program: what is gathered once, what runs for each microbatch, what is due behind the last."""
+        return split_phases(self.program)
 
     def _bind(self) -> Executor | None:
         """What runs the whole program; None where its stages run one by one."""
