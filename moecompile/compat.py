@@ -179,6 +179,8 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+# What GradScaler calls; only a tensor subclass sees it.
+unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -256,6 +256,7 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
+        grads.in_optimizer(False)  # it may have stopped with an error
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         result = compiled(leaves)

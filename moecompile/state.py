@@ -268,7 +268,7 @@ def full_gradients(state: State) -> dict[str, Tensor | None]:
     Raises CaptureError on all ranks if they do not have gradients of the same parameters.
     """
     grads = {name: param.grad for name, param in state.weights.model.named_parameters()}
-    held = {name: grad for name, grad in grads.items() if grad is not None}
+    held = {name: grad.as_subclass(Tensor) for name, grad in grads.items() if grad is not None}
     control.agree(state.groups, "\n".join(f"a gradient of {name}" for name in held))
     wholes = state.gather(held)
     return {name: wholes.get(name) for name in grads}
