@@ -60,7 +60,8 @@ class CompiledCall:
 
     ``synced`` says whether the gradients are those of all ranks. Where not, each is this rank's share times the number of ranks among
     which it is a sum, so that a later mean over them leaves as it is what they have in common: other terms, and earlier gradients.
-    ``before_hand_out`` runs in each backward before its gradients are handed out.
+    ``before_hand_out`` runs in each backward before its gradients are handed out. ``parts`` is how many microbatches it runs, where
+    these are not all of a call.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class CompiledCall:
         *,
         synced: bool = True,
         before_hand_out: Callable[[], None] | None = None,
+        parts: int | None = None,
     ) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
         self._before_hand_out = before_hand_out
@@ -81,18 +83,22 @@ class CompiledCall:
         self.kept = KeptParameters(self.phases.head, groups, weights) if self.phases.head is not None else None
         self.reduction = Executor(self.phases.tail, groups) if self.phases.tail is not None else None
         self.results = Results(groups)
-        self.parts = program.plan.microbatches if self._has_loss() else 1
+        self.parts = program.plan.microbatches if parts is None else parts
         self.metrics: dict[
             tuple[str, str], tuple[Tensor, tuple[str, ...]]
         ] = {}  # by layer and quantity; the axes it is a share on
         self.trained = self._find_trained()
         self._counter = self._count_program()
-        if self.parts > 1:
+        if program.plan.microbatches > 1:
             self._check_joins()
 
     # -- running -----------------------------------------------------------------------------------------------------
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        outputs = self._run_all(leaves)
+        chunks = self.cut(leaves)
+        return self.hand_out(self.run_all(chunks, self.scales(self.count(chunks))))
+
+    def hand_out(self, outputs: Sequence[Any]) -> Any:
+        """The model's return value, from all outputs of the program."""
         self._keep_metrics(outputs)
         return self._rebuild(outputs)
 
@@ -104,11 +110,11 @@ class CompiledCall:
         """What runs the whole program; None where its stages run one by one."""
         return Executor(self.phases.body, self.groups)
 
-    def _run_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The program's outputs over all microbatches of a call."""
+    def run_all(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> Sequence[Any]:
+        """The program's outputs over all microbatches. ``scales``: valid tokens, for each place that divides by them."""
         if self.kept is not None:
             self.kept.refresh()
-        runs = (self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves))
+        runs = (self._run(chunk, scales | self._seeds()) for chunk in chunks)
         outputs = self._joined(runs)
         if self.reduction is None:
             return outputs
@@ -125,7 +131,7 @@ class CompiledCall:
                 else:
                     found[at] = found[at] + value
         return [
-            self._join(item, values) if len(values) > 1 else value
+            self.join(item, values) if len(values) > 1 else value
             for item, values, value in zip(items, lists, found, strict=True)
         ]
 
@@ -188,23 +194,32 @@ class CompiledCall:
         return dict.fromkeys(names, seed)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
-    def _microbatches(self, leaves: Sequence[Any]) -> list[tuple[Sequence[Any], dict[str, Tensor]]]:
-        """The call cut into parts, and the step's valid tokens for each place that divides by them."""
+    def cut(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
+        """The arguments of a call cut into microbatches."""
         if self.parts == 1:
-            return [(leaves, {})]
-        dims = {
+            return [leaves]
+        cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in self.batch_dims().items()}
+        return [
+            [cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)
+        ]
+
+    def batch_dims(self) -> dict[int, int]:
+        """Which arguments are batch tensors, and along which dim."""
+        return {
             item.leaf: placed.dim
             for item in self.program.inputs
             if item.kind is InputKind.BATCH
             for axis, placed in item.placements
             if axis == "dp" and isinstance(placed, Shard)
         }
-        cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in dims.items()}
-        parts = [
-            [cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)
-        ]
-        scales = self._valid_tokens(parts)
-        return [(part, scales) for part in parts]
+
+    def scales(self, totals: dict[str, Tensor], factor: float = 1.0) -> dict[str, Tensor]:
+        """What each place divides by: the step's valid tokens over the plan's microbatches, times a factor."""
+        dtypes = {
+            item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
+        }
+        number = self.program.plan.microbatches
+        return {name: (total * factor / number).to(dtypes[name]) for name, total in totals.items()}
 
     def _count_program(self) -> tuple[Executor, list[Output], set[str]] | None:
         """The part of the program that counts valid tokens, as a program of its own, and the inputs that it reads."""
@@ -224,7 +239,8 @@ class CompiledCall:
         read = {item.name for node, item in counting.items() if node.users}
         return Executor(counting, self.groups), [item for _, item in wanted], read
 
-    def _valid_tokens(self, parts: list[list[Any]]) -> dict[str, Tensor]:
+    def count(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """Valid tokens of some microbatches over all ranks, for each place that divides by them."""
         if self._counter is None:
             return {}
         executor, outputs, read = self._counter
@@ -235,18 +251,14 @@ class CompiledCall:
         with torch.no_grad():
             counted = [
                 executor(
-                    [self._value(item, part, scales) if item.name in read else None for item in self.program.inputs]
+                    [self._value(item, chunk, scales) if item.name in read else None for item in self.program.inputs]
                 )
-                for part in parts
+                for chunk in chunks
             ]
         found = {}
-        dtypes = {
-            item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
-        }
         for item, counts in zip(outputs, zip(*counted, strict=True), strict=True):
-            total = torch.stack(list(counts)).sum().to(torch.float64)
+            found[item.name] = total = torch.stack(list(counts)).sum().to(torch.float64)
             add_up(total, partial_axes(item), self.groups)
-            found[item.name] = (total / self.parts).to(dtypes[item.name])
         return found
 
     def _check_joins(self) -> None:
@@ -255,7 +267,7 @@ class CompiledCall:
             whole = not isinstance(dict(item.placements).get("dp"), Shard)
             if item.kind is not OutputKind.USER or not whole or not isinstance(node, Node):
                 continue
-            said = f"{meta.where(node)} is returned and has no batch dim: microbatches={self.parts}"
+            said = f"{meta.where(node)} is returned and has no batch dim: microbatches={self.program.plan.microbatches}"
             if not meta.tensor(node).is_floating_point():
                 raise CaptureError(
                     f"{said} cannot put whole numbers together; return them by row, or use microbatches=1."
@@ -263,7 +275,7 @@ class CompiledCall:
             if self.groups.rank == 0:
                 _LOG.warning("%s return the mean of their values; what is no mean over the batch, return by row.", said)
 
-    def _join(self, item: Output, found: Sequence[Any]) -> Any:
+    def join(self, item: Output, found: Sequence[Any]) -> Any:
         """What the user gets from those of the microbatches: the batch put together."""
         placed = dict(item.placements).get("dp")
         if isinstance(placed, Shard):

@@ -17,7 +17,7 @@ from . import grads, meta_init, optimizer_guard
 from .balance import Balance
 from .capture import batch_inputs
 from .compat import tree_flatten
-from .compilation import Request, check_batch, compile_call
+from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
 from .errors import CaptureError
 from .expert_copies import refuse_copies
@@ -32,6 +32,7 @@ from .runtime.process_groups import ProcessGroups
 from .staged import StagedCall
 from .stages import holders
 from .state import State, fill_meta, save_pretrained
+from .uneven import UnevenCall
 from .verify.order import agreement
 from .weights import Weights
 
@@ -171,14 +172,14 @@ class ParallelModel(nn.Module):
         )
 
     # -- a call ------------------------------------------------------------------------------------------------------
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall | UnevenCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
         signature, error, compiled = "", None, None
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
             signature += self._changes()
-            check_batch(args, kwargs, state.plan)
+            microbatch_sizes(args, kwargs, state.plan)
         except Exception as found:
             error = found
         if state.control:
@@ -213,23 +214,29 @@ class ParallelModel(nn.Module):
         alone = plan.num_data_ranks == plan.world_size
         return plan.data_rank(rank), 0 if alone else _digest(held.values()), common
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall | UnevenCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
-        state, error, program = self._state, None, None
-        request = Request(args, kwargs, state.plan, state.loss_fn)
+        state, error, programs = self._state, None, list[Program]()
+        sizes = microbatch_sizes(args, kwargs, state.plan)
+        even = [number for _, number in sizes] == [state.plan.microbatches]
         try:
             shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
-            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=True)
+            for rows, _ in sizes:
+                request = Request(args, kwargs, state.plan, state.loss_fn, None if even else rows)
+                first = not programs
+                programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
+                if programs[0].plan.microbatches == 1:
+                    break
         except Exception as found:
             error = found
-        text = "" if program is None else agreement(program)
+        text = "" if error is not None else "\n".join(agreement(program) for program in programs)
         if meta_init.on_meta(self.plain):
             text += f"\ntorch.initial_seed() {torch.initial_seed()}, from which the weights are drawn"
         if state.control:
             control.agree(state.groups, text, error)
         if error is not None:
             raise error
-        assert program is not None
+        program = programs[0]
         state.balance.learn(program)
         state.weights.cut(program.inputs)
         state.weights.hold(holders(program))
@@ -241,9 +248,21 @@ class ParallelModel(nn.Module):
         self._mark_cut_gradients()
         if state.watch is None:
             state.watch = ModelWatch(self.plain)
-        kind = CompiledCall if program.layout is None else StagedCall
+        return self._bound(programs, sizes)
+
+    def _bound(self, programs: list[Program], sizes: list[tuple[int, int]]) -> CompiledCall | UnevenCall:
+        """What runs a call with microbatches of so many rows, and so many of each kind."""
+        state = self._state
+        kind = CompiledCall if programs[0].layout is None else StagedCall
         finish = self._average_accumulated if state.sync else self._leave_unreduced
-        return kind(program, state.groups, state.weights, synced=state.sync, before_hand_out=finish)
+        numbers = [number for _, number in sizes] if programs[0].plan.microbatches > 1 else [1]
+        calls = [
+            kind(program, state.groups, state.weights, synced=state.sync, before_hand_out=finish, parts=number)
+            for program, number in zip(programs, numbers, strict=True)
+        ]
+        if numbers == [programs[0].plan.microbatches]:
+            return calls[0]
+        return UnevenCall(calls, [rows for rows, _ in sizes])
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -304,8 +323,8 @@ class _State:
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
-        self.cache: dict[str, CompiledCall] = {}
-        self.latest: CompiledCall | None = None
+        self.cache: dict[str, CompiledCall | UnevenCall] = {}
+        self.latest: CompiledCall | UnevenCall | None = None
         self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
+from . import layout as layouts
 from . import meta
 from .compat import foreach_add_
 from .compiled import CompiledCall, Trained
+from .errors import PlanError
 from .phases import Phases, split_phases
 from .program import InputKind, OutputKind, Program
 from .reduction import reduce_flat
@@ -31,14 +33,22 @@ class StagedCall(CompiledCall):
 
     def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, **options: Any) -> None:
         super().__init__(program, groups, weights, **options)
-        self.parts = program.plan.microbatches
         device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
         trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
         held = [GraphStage(stage, self._number, groups, device) for stage in self._own]
         halves = [half for stage in self._own for half in (stage.forward, stage.backward) if half is not None]
         inputs = {item.name: item for half in halves for item in half.program.inputs}
         self._read = [item for item in inputs.values() if item.kind is not InputKind.RELAYED]
-        self.pipeline = Pipeline(held, groups, program.plan.schedule or "1f1b", self.parts, trains)
+        self.pipeline = Pipeline(held, groups, self._schedule(), self.parts, trains)
+
+    def _schedule(self) -> str:
+        """The plan's schedule, or GPipe for a number of microbatches that it does not run."""
+        plan = self.program.plan
+        try:
+            layouts.check_plan(plan.pp, plan.layout, plan.schedule, self.parts)
+        except PlanError:
+            return "gpipe"
+        return plan.schedule or "1f1b"
 
     def _split(self) -> Phases:
         """Gathers and reductions of this rank's stages; ``_places`` are the outputs of the program that this rank computes."""
@@ -73,10 +83,10 @@ class StagedCall(CompiledCall):
         found = [item for item in super()._find_trained() if item.output in held]
         return [item if held[item.output] else replace(item, place=-1) for item in found]
 
-    def _run_all(self, leaves: Sequence[Any]) -> list[Any]:
+    def run_all(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> list[Any]:
         if self.kept is not None:
             self.kept.refresh()
-        feed, items = self._feed(leaves), self.phases.body.outputs
+        feed, items = self._feed(chunks, scales), self.phases.body.outputs
         found: dict[int, list[Any]] = {
             at: [None] * self.parts for stage in self._own for at in stage.outputs if items[at].kind is OutputKind.USER
         }
@@ -95,7 +105,7 @@ class StagedCall(CompiledCall):
         self.pipeline.run(feed, collect)
         outputs: list[Any] = [totals.get(at) for at in range(len(items))]
         for at, values in found.items():
-            outputs[at] = values[0] if self.parts == 1 else self._join(items[at], values)
+            outputs[at] = values[0] if self.parts == 1 else self.join(items[at], values)
         if self.reduction is not None:
             outputs = self.phases.finish(outputs, self.reduction)
         self._fill(outputs)
@@ -109,14 +119,14 @@ class StagedCall(CompiledCall):
             if outputs[place] is None and (item.kind in (OutputKind.LOSS, OutputKind.METRIC) or place in tied):
                 outputs[place] = self._zeros(node)
 
-    def _feed(self, leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    def _feed(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What this rank's stages read, by microbatch and name; weights are looked up once for all of them."""
-        shared = {item.name: self._value(item, leaves, {}) for item in self._read if item.kind not in _OF_A_MICROBATCH}
+        shared = {item.name: self._value(item, (), {}) for item in self._read if item.kind not in _OF_A_MICROBATCH}
         own = [item for item in self._read if item.kind in _OF_A_MICROBATCH]
         found = []
-        for part, scales in self._microbatches(leaves):
+        for chunk in chunks:
             known = scales | self._seeds()
-            found.append(shared | {item.name: self._value(item, part, known) for item in own})
+            found.append(shared | {item.name: self._value(item, chunk, known) for item in own})
         return found
 
     def _zeros(self, node: Any) -> Any:
