@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from . import aliases, meta
 from . import graph as graphs
-from . import meta
 from .compat import tree_unflatten
 from .errors import CaptureError
 from .mesh import Mesh
@@ -88,6 +88,7 @@ class CompiledCall:
             tuple[str, str], tuple[Tensor, tuple[str, ...]]
         ] = {}  # by layer and quantity; the axes it is a share on
         self.trained = self._find_trained()
+        self._shared: set[int] | None = None  # which gradients are copied; known after the first step
         self._counter = self._count_program()
         if program.plan.microbatches > 1:
             self._check_joins()
@@ -344,12 +345,29 @@ class CompiledCall:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
             grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
             gradients.append(grad.to(item.param.dtype))
+        if self._shared is None:
+            self._shared = self._find_shared(gradients, outputs)
+        for at in self._shared:
+            gradients[at] = gradients[at].clone()  # type: ignore[union-attr]
 
         def finish(found: Gradients) -> Gradients:
             self._hand_out([item.axis for item in self.trained], found)
             return found
 
         return attach(StepResult(gradients, finish), loss, [item.param for item in self.trained])
+
+    def _find_shared(self, gradients: Sequence[Tensor | None], outputs: Sequence[Any]) -> set[int]:
+        """The gradients that lie where another one lies, an input or a result; by their places among the trained."""
+        nodes, found = self.program.output_nodes(), [item for item in gradients if item is not None]
+        assert len(found) == len(self.trained)
+        results = [
+            value
+            for item, value in zip(self.program.outputs, outputs, strict=True)
+            if item.kind is OutputKind.USER and isinstance(value, Tensor)
+        ]
+        sources = [nodes[item.output] for item in self.trained]
+        inputs = {at for at, node in enumerate(sources) if isinstance(node, Node) and aliases.is_input(node)}
+        return inputs | aliases.overlapping(found, results)
 
     def _hand_out(self, axes: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """What a backward does with its gradients, each of which is a share over its axis, before autograd gets them."""
