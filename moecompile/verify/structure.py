@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..compat import HigherOrderOperator
+from ..compat import HigherOrderOperator, OpOverload
 from ..errors import VerifyError
 from ..graph import symbolic_sizes
 from ..program import Program
@@ -45,6 +45,10 @@ def _check_nodes(program: Program) -> None:
             raise fault(
                 node,
                 f"calls {node.target}, whose branches may differ between ranks; write it as straight-line ops",
+            )
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise fault(
+                node, f"writes in place ({node.target}), which no pass follows; use the form that returns a new tensor"
             )
 
 
