@@ -123,3 +123,15 @@ class PerSequence(Layer):
 
 def test_equal_elements_of_a_dim_are_parts_of_it_where_it_is_flattened() -> None:
     proved(PerSequence(nn.Linear(8, 8), lambda part, x: part(x)), SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("use", "plan"),
+    [
+        (lambda part, x: x @ torch.linalg.matrix_exp(part.weight * 0.1), Plan(dp=2)),
+        (lambda part, x: part(x).logcumsumexp(1), SEQUENCE),
+    ],
+    ids=["matrix_exp", "logcumsumexp"],
+)
+def test_gradients_that_are_linear_only_as_a_whole(use: Callable[[nn.Module, Tensor], Tensor], plan: Plan) -> None:
+    proved(Layer(nn.Linear(8, 8), use), plan)
