@@ -148,3 +148,20 @@ class OfSequences(Layer):
 
 def test_equal_elements_stay_so_in_a_gradient_among_zeros() -> None:
     proved(OfSequences(nn.Linear(8, 8), lambda part, x: part(x)), SEQUENCE)
+
+
+class ByHeads(nn.Module):
+    """Attention as an einsum over heads, of which a rank has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (2, 4)) for linear in self.qkv)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
+
+
+def test_einsum_leaves_out_the_dim_of_one_head() -> None:
+    proved(Layer(ByHeads(), lambda part, x: part(x)), SEQUENCE)

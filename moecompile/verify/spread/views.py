@@ -9,11 +9,11 @@ from typing import Any
 from torch.fx import Node
 
 from ... import meta
-from ...placement.types import Shard
+from ...placement.types import Partial, Shard
 from .call import Call, Rule, only
 from .elementwise import words
 from .layout import before, ends_with_ranks, reshaped
-from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
+from .readings import SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
 
 WITH_ROWS = (Kind.ROWS, Kind.AWAY)
 
@@ -27,9 +27,13 @@ def _reshape(call: Call) -> Options:
     reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
     if reading.kind in WITH_ROWS and (not new or old[0] != new[0]):
         return only(UNKNOWN)
+    if reading.kind is Kind.CUT and any(
+        isinstance(placed, Partial) and call.within(axis) for axis, placed in meta.placements(call.node).items()
+    ):
+        raise ConflictError(f"is a sum still to be taken by its note, but {reading}")
     ends = tuple(end for end in _noted(call) if reading.kind is Kind.CUT and before(new, end) == before(old, reading))
     found = reshaped(old, new, reading) if not ends or _is_backward(call) else ()
-    found = tuple(dict.fromkeys((*found, *ends)))
+    found = tuple(dict.fromkeys((*found, *ends, *_of_batches(call, reading, old, new))))
     return (*found, SUM) if _drops_one_row(call, reading, old, new) else found
 
 
@@ -44,6 +48,36 @@ def _noted(call: Call) -> Options:
     cuts = [(axis, placed) for axis, placed in found if isinstance(placed, Shard) and not placed.rows]
     ways = (cut(placed.dim, placed.outer) for axis, placed in cuts if call.within(axis))
     return tuple(way for way in ways if ends_with_ranks(call.out_shape, way))
+
+
+def _of_batches(call: Call, reading: Reading, old: Sequence[int], new: Sequence[int]) -> Options:
+    """``einsum`` leaves out a dim of which this rank has one element, wherever it stands, and puts it back where it belongs: between, what
+    other ranks have are other matrices of a batch. Reshapes of the model itself have notes, and mean what they say.
+    """
+    if reading.kind is not Kind.CUT or meta.has_placements(call.node):
+        return ()
+    if len(new) == 3 and old[reading.dim] == 1 and _read_by_products(call.node):
+        return only(cut(0, new[0]))
+    if len(old) == 3 and reading == cut(0, old[0]) and _is_product(_source(call)):
+        return tuple(cut(dim) for dim, size in enumerate(new) if size == 1)
+    return ()
+
+
+def _read_by_products(node: Node) -> bool:
+    """Whether only products of batches read a value, transposed or as it is."""
+    return bool(node.users) and all(
+        _is(user, "aten.bmm") or (_is(user, "aten.transpose") and _read_by_products(user)) for user in node.users
+    )
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a value is a product of batches, transposed or as it is."""
+    turned = _is(node, "aten.transpose") and isinstance(node.args[0], Node)
+    return _is_product(node.args[0]) if turned else _is(node, "aten.bmm")  # type: ignore[arg-type]
+
+
+def _is(node: Node, name: str) -> bool:
+    return str(node.target).startswith(name)
 
 
 def _is_backward(call: Call) -> bool:
