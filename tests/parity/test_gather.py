@@ -57,9 +57,7 @@ class Chosen(nn.Module):
         return {"loss": F.cross_entropy(logits[flat != -100], flat[flat != -100])}
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=1), Plan(dp=2, ep=2), Plan(dp=1, tp=2, ep=2, sequence_parallel=True)], ids=str
-)
+@pytest.mark.parametrize("plan", [Plan(dp=1), Plan(dp=2, ep=2), Plan(dp=1, tp=2, ep=2)], ids=str)
 def test_rows_chosen_by_a_mask(plan: Plan) -> None:
     """Each batch has another number of them."""
     lock_step = LockStep(Chosen(), plan, BATCHES[0])
