@@ -94,7 +94,7 @@ def test_walks(graph: Graph) -> None:
     nodes = by_name(graph)
     assert graphs.ancestors(nodes["relu"]) == {nodes["values"], nodes["topk"], nodes["x"]}
     assert graphs.ancestors(nodes["relu"], stop=[nodes["topk"]]) == {nodes["values"], nodes["topk"]}
-    assert graphs.between(graph, [nodes["x"]], nodes["relu"]) == [nodes["topk"], nodes["values"]]
+    assert graphs.between([nodes["x"]], nodes["relu"]) == [nodes["topk"], nodes["values"]]
     assert graphs.items(nodes["topk"]) == {0: nodes["values"], 1: nodes["indices"]}
     assert graphs.find(graph, aten.relu.default, aten.topk.default) == [nodes["topk"], nodes["relu"]]
 
