@@ -13,6 +13,9 @@ from torch.fx.node import map_arg
 from . import meta
 from .compat import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, rename_node, tree_map, without_new_symbols
 
+_KNOWN = "moecompile_known"  # attribute of a fake mode: values by their calls
+_NUMBERS = (bool, int, float)
+
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which inputs are static and sizes read from tensors become unbacked symbols."""
@@ -45,11 +48,68 @@ def mode_of(graph: Graph) -> FakeTensorMode:
 
 
 def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
-    """The fake value of a call whose arguments are nodes or constants."""
+    """The fake value of a call whose arguments are nodes or constants.
+
+    A call of an op is computed once for all calls with the same constants and with operands of the same type, shape, strides and
+    device, as identical layers have many; each gets tensors of its own, which remember sizes that were read from them.
+    """
     fake_args = map_arg(args, meta.value)
     fake_kwargs = map_arg(kwargs, meta.value)
+    key = _signature((target, fake_args, fake_kwargs, torch.get_default_dtype())) if _is_settled(target) else None
+    known: dict[Any, Any] = vars(mode).setdefault(_KNOWN, {})  # lives as long as the mode, of which its values are part
+    if key is not None and key in known:
+        with mode:
+            return tree_map(_again, known[key])
     with mode, torch.no_grad(), without_new_symbols(mode):
-        return target(*fake_args, **fake_kwargs)
+        found = target(*fake_args, **fake_kwargs)
+    if key is not None and _is_repeatable(found) and _sizes_of(found) <= _sizes_of((fake_args, fake_kwargs)):
+        known[key] = found
+    return found
+
+
+def _again(leaf: Any) -> Any:
+    """Another tensor of the same type and sizes."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _is_repeatable(found: Any) -> bool:
+    """Whether a value is made of tensors that are nothing but their type, sizes and strides."""
+    items = found if isinstance(found, (tuple, list)) else (found,)
+    return all(
+        isinstance(item, FakeTensor) and not (item.storage_offset() or item.is_conj() or item.is_neg())
+        for item in items
+    )
+
+
+def _is_settled(target: Any) -> bool:
+    """Whether the value of a call depends on nothing but its arguments."""
+    return isinstance(target, OpOverload) and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def _sizes_of(found: Any) -> set[Any]:
+    """The symbols in run-time sizes of a fake value."""
+    return {symbol for size in symbolic_sizes(found) for symbol in size.node.expr.free_symbols}
+
+
+def _signature(found: Any) -> Any:
+    """Equal for values that no fake rule can tell apart; None where there is something unknown."""
+    if isinstance(found, FakeTensor):
+        sizes = (*found.shape, *found.stride(), found.storage_offset())
+        sizes = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+        return (sizes, found.dtype, found.device, found.is_conj(), found.is_neg())
+    if isinstance(found, torch.SymInt):
+        return (torch.SymInt, found.node.expr)
+    if isinstance(found, (tuple, list, dict)):
+        items = [_signature(item) for item in (found.items() if isinstance(found, dict) else found)]
+        return None if None in items else (type(found), *items)
+    plain = isinstance(
+        found, (*_NUMBERS, str, OpOverload, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    )
+    if not plain and found is not None:
+        return None
+    return (type(found), repr(found) if isinstance(found, float) else found)  # -0.0 is not 0.0, and nan is itself
 
 
 def op_name(target: Any) -> str:
@@ -137,14 +197,34 @@ def refresh(node: Node, mode: FakeTensorMode) -> None:
         node.meta["val"] = compute(node.target, node.args, node.kwargs, mode)  # type: ignore[arg-type]
 
 
-def between(graph: Graph, starts: Iterable[Node], end: Node) -> list[Node]:
-    """Nodes on a path from ``starts`` to ``end``, both left out, in graph order."""
-    reached = set(starts)
-    for node in graph.nodes:
-        if node not in reached and any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    wanted = ancestors(end)
-    return [node for node in graph.nodes if node in reached and node in wanted and node not in set(starts)]
+def between(starts: Iterable[Node], end: Node) -> list[Node]:
+    """Nodes on a path from ``starts`` to ``end``, both left out, in graph order. Looks at no node behind ``end``."""
+    first = set(starts)
+    reached, todo = set(first), list(first)
+    while todo:
+        for user in todo.pop().users:
+            if user not in reached and user < end:
+                reached.add(user)
+                todo.append(user)
+    found, todo = set[Node](), [end]
+    while todo:  # whatever lies on a path has been reached, so that nothing else has to be looked at
+        for source in todo.pop().all_input_nodes:
+            if source in reached and source not in found:
+                found.add(source)
+                todo.append(source)
+    return sorted(found - first)
+
+
+def descendants(start: Node, stop: Iterable[Any] = ()) -> list[Node]:
+    """Everything that depends on ``start``, without itself, in no order; the search does not go past calls of ``stop``."""
+    barrier, seen, todo = set(stop), dict[Node, None](), [start]
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen:
+                seen[user] = None
+                if user.target not in barrier:
+                    todo.append(user)
+    return list(seen)
 
 
 def ancestors(*nodes: Node, stop: Iterable[Node] = ()) -> set[Node]:
@@ -190,6 +270,8 @@ def symbolic_sizes(found: Any) -> Iterator[torch.SymInt]:
             pending.extend(size for size in item.shape if isinstance(size, torch.SymInt))
         elif isinstance(item, (tuple, list)):
             pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
 
 
 def map_nodes(tree: Any, fn: Callable[[Node], Any]) -> Any:
