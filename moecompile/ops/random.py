@@ -92,7 +92,7 @@ def _uniform_fake(
 
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    numbers = None if ctx.cuts else []  # autograd takes an empty list for one of tensors
+    numbers: list[int] | None = None if ctx.cuts else []  # autograd takes an empty list for one of tensors
     return None, None, [None] * ctx.cuts, numbers, numbers, numbers
 
 
