@@ -29,6 +29,7 @@ CONFIG = Config("ops", layers=1, hidden=16, heads=4, inner=8, shared=True, aux=0
 pytestmark = pytest.mark.usefixtures("proving")
 SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
 WIDTH = Plan(dp=4, ep=2, etp=2)
+RING = Plan(dp=1, cp=4, ep=4, passes="+shard-sequence{attention=ring}")
 
 
 @dataclass
@@ -138,6 +139,18 @@ EQUIVALENT = {
         "axis combine ep -> dp+tp and axis dispatch_1 ep -> dp+tp",
     ],
     WIDTH: ["axis all_reduce dp -> ep+etp", "axis all_reduce_2 dp -> ep+etp", "axis all_reduce_4 dp -> ep+etp"],
+    RING: [
+        "axis exchange_counts ep -> cp",
+        "axis all_reduce cp -> ep",
+        "axis all_reduce_2 cp -> ep",
+        "axis all_reduce_4 cp -> ep",
+        "offset cp_index axis cp -> ep",
+        "axis rotate cp -> ep and axis rotate_5 cp -> ep",
+        "axis rotate_1 cp -> ep and axis rotate_4 cp -> ep",
+        "axis rotate_2 cp -> ep and axis rotate_3 cp -> ep",
+        "axis dispatch ep -> cp and axis combine_1 ep -> cp",
+        "axis combine ep -> cp and axis dispatch_1 ep -> cp",
+    ],
 }
 
 
@@ -160,7 +173,9 @@ def every_change(program: Program) -> list[tuple[Mutant, ...]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185), (WIDTH, 115)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185), (WIDTH, 115), (RING, 121)], ids=str
+)
 def test_every_error_of_a_step_is_refused(plan: Plan, at_least: int) -> None:
     """Also two that make up for each other. What is not refused is listed by name, and is no error."""
     laboratory = Laboratory(plan)

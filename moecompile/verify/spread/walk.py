@@ -24,7 +24,8 @@ from .call import Call, flat
 from .digits import Digits, digits_of
 from .joins import packed
 from .layout import shapes_of
-from .readings import FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
+from .readings import FILLED, RINGS, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
+from .rings import TAKES
 from .scales import Origin, Scales
 from .table import CARRIERS, name_of, rule_of
 from .views import MOVES
@@ -281,6 +282,8 @@ class _Walk:
                     continue
                 if key not in known and call.name not in CARRIERS and any(map(_out_of_order, readings)):
                     known[key] = ConflictError("reads parts of a sum before they are where they belong")
+                if key not in known and call.name not in TAKES and any(reading.kind in RINGS for reading in readings):
+                    known[key] = ConflictError("reads what has not been all the way round its ring")
                 if key not in known:
                     call.at, call.now = at, dict(zip(operands, readings, strict=True))
                     try:
