@@ -93,6 +93,7 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     The norm is that of the single-process model: a parameter that several ranks hold counts once. Same number on all ranks.
     """
     state = model._state
+    state.layout.check_reduced("clip_grad_norm_")
     held = [(name, param.grad) for name, param in model.plain.named_parameters() if param.grad is not None]
     device = held[0][1].device if held else torch.device("cpu")
     like = torch.zeros(0, dtype=held[0][1].dtype if held else torch.float32, device=device)
@@ -190,10 +191,7 @@ def full_grads(model: ParallelModel) -> dict[str, Tensor | None]:
 
     None where the plain model would have None; an expert that saw no token has zeros.
     """
-    if model._state.unreduced:
-        raise RuntimeError(
-            "the gradients were accumulated under no_sync() and are this rank's share; run one backward outside of it first."
-        )
+    model._state.layout.check_reduced("full_grads")
     return full_gradients(model._state.layout)
 
 

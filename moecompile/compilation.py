@@ -29,18 +29,19 @@ _SHOWN = 5  # lines that a warning names
 
 @dataclass(frozen=True)
 class Request:
-    """One call to compile: the arguments that one rank passes, and under which plan."""
+    """One call to compile: the arguments that one rank passes, and under which plan. ``rows`` of a microbatch, if not equally many."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     plan: Plan
     loss_fn: Callable[..., Any] | None = None
+    rows: int | None = None
 
 
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
     """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that are cut already."""
     plan = request.plan
-    own_args, own_kwargs = first_microbatch(request.args, request.kwargs, plan)
+    own_args, own_kwargs = first_microbatch(request)
     args, kwargs = globalize(own_args, own_kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
     captured = capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
     if plan.balance_scope == "local" and plan.num_data_ranks > 1:
@@ -49,33 +50,42 @@ def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, 
     return captured
 
 
-def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Arguments:
-    """The call with its batch tensors cut to one microbatch."""
+def first_microbatch(request: Request) -> Arguments:
+    """The call with its batch tensors cut to one microbatch, the largest unless the request says otherwise."""
+    args, kwargs, plan = request.args, request.kwargs, request.plan
     if plan.microbatches == 1:
         return args, kwargs
     leaves, spec = tree_flatten((args, kwargs))
     for index, dim in batch_inputs(args, kwargs, plan.batch_dims).items():
-        leaves[index] = leaves[index].narrow(dim, 0, leaves[index].shape[dim] // plan.microbatches)
+        rows = request.rows or -(-leaves[index].shape[dim] // plan.microbatches)
+        leaves[index] = leaves[index].narrow(dim, 0, rows)
     found: Arguments = tree_unflatten(leaves, spec)
     return found
 
 
-def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> None:
-    """Refuse a batch that the plan cannot cut: none at all, or one that the microbatches do not divide."""
+def microbatch_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> list[tuple[int, int]]:
+    """How many rows a rank's microbatches have, and how many there are of each kind: the larger ones first, which have one row more.
+
+    Fewer rows than microbatches make one microbatch each. Refuses a call without batch, and batch tensors of several sizes that the
+    microbatches do not divide.
+    """
     split = batch_inputs(args, kwargs, plan.batch_dims)
     leaves, _ = tree_flatten((args, kwargs))
     if not split:
         raise CaptureError(
             "the call has no tensor argument with a batch dim; pass the batch as tensors, or name its dim in batch_dims."
         )
-    for index, dim in split.items():
-        size = leaves[index].shape[dim]
-        if size == 0 or size % plan.microbatches:
-            near = max(plan.microbatches, size // plan.microbatches * plan.microbatches)
-            raise PlanError(
-                f"each rank's batch has {size} rows, but microbatches={plan.microbatches} needs a positive multiple of it; "
-                f"pass {near} rows, or drop the last batch of the data set."
-            )
+    found, parts = sorted({leaves[index].shape[dim] for index, dim in split.items()}), plan.microbatches
+    if found[0] == 0 or (len(found) > 1 and any(size % parts for size in found)):
+        size = next(size for size in found if size == 0 or size % parts)
+        near = max(parts, size // parts * parts)
+        also = f" in one tensor and {found[-1]} in another" if len(found) > 1 else ""
+        raise PlanError(
+            f"each rank's batch has {size} rows{also}, but microbatches={parts} needs a positive multiple of it; "
+            f"pass {near} rows, or drop the last batch of the data set."
+        )
+    rows, more = divmod(found[0], parts)
+    return [kind for kind in ((rows + 1, more), (rows, parts - more)) if all(kind)]
 
 
 def compile_call(
@@ -95,6 +105,11 @@ def compile_call(
     ``compare`` holds the capture against the plain model. Warns, on rank 0, if lines of the model run whole on every rank.
     """
     captured = capture(model, request, shapes)
+    if (
+        captured.loss_index is None and request.plan.microbatches > request.plan.pp == 1
+    ):  # nothing is summed: all rows at once
+        request = replace(request, plan=replace(request.plan, microbatches=1))
+        captured = capture(model, request, shapes)
     if compare and not shapes:
         _compare(model, captured, request)
     learns = torch.is_grad_enabled() and any(item.requires_grad for item in captured.inputs)
@@ -158,7 +173,7 @@ def _check_experts(program: Program, done: Pass) -> None:
 def _compare(model: nn.Module, captured: Captured, request: Request) -> None:
     """Hold the capture against the plain model, whose weights are whole."""
     plan = request.plan
-    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
+    args, kwargs = first_microbatch(request)
     log_left_out(compare_capture(model, captured, args, kwargs, plan.num_data_ranks, plan.batch_dims, request.loss_fn))
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
 from .balance import Balance
-from .capture import batch_inputs
+from .capture import batch_inputs, leaf_names
 from .compat import tree_flatten
-from .compilation import Request, check_batch, compile_call
+from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
 from .errors import CaptureError
 from .expert_copies import refuse_copies
@@ -25,12 +25,14 @@ from .mesh import Mesh
 from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
-from .program import Program
+from .program import OutputKind, Program
+from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .staged import StagedCall
 from .stages import holders
 from .state import State, fill_meta, save_pretrained
+from .uneven import UnevenCall
 from .verify.order import agreement
 from .weights import Weights
 
@@ -101,7 +103,7 @@ class ParallelModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside leave this rank's share in ``.grad``; the first one outside reduces all of it."""
+        """Calls inside leave gradients of this rank alone in ``.grad``; the first backward of one outside takes the mean of all of it."""
         before, self._state.sync = self._state.sync, False
         try:
             yield
@@ -170,14 +172,14 @@ class ParallelModel(nn.Module):
         )
 
     # -- a call ------------------------------------------------------------------------------------------------------
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall | UnevenCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
         signature, error, compiled = "", None, None
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
             signature += self._changes()
-            check_batch(args, kwargs, state.plan)
+            microbatch_sizes(args, kwargs, state.plan)
         except Exception as found:
             error = found
         if state.control:
@@ -212,23 +214,30 @@ class ParallelModel(nn.Module):
         alone = plan.num_data_ranks == plan.world_size
         return plan.data_rank(rank), 0 if alone else _digest(held.values()), common
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall | UnevenCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
-        state, error, program = self._state, None, None
-        request = Request(args, kwargs, state.plan, state.loss_fn)
+        state, error, programs = self._state, None, list[Program]()
+        sizes = microbatch_sizes(args, kwargs, state.plan)
+        even = [number for _, number in sizes] == [state.plan.microbatches]
         try:
             shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
-            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=True)
+            for rows, _ in sizes:
+                request = Request(args, kwargs, state.plan, state.loss_fn, None if even else rows)
+                first = not programs
+                programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
+                if programs[0].plan.microbatches == 1:
+                    break
+            _refuse_input_gradients(self.plain, request, programs[0])
         except Exception as found:
             error = found
-        text = "" if program is None else agreement(program)
+        text = "" if error is not None else "\n".join(agreement(program) for program in programs)
         if meta_init.on_meta(self.plain):
             text += f"\ntorch.initial_seed() {torch.initial_seed()}, from which the weights are drawn"
         if state.control:
             control.agree(state.groups, text, error)
         if error is not None:
             raise error
-        assert program is not None
+        program = programs[0]
         state.balance.learn(program)
         state.weights.cut(program.inputs)
         state.weights.hold(holders(program))
@@ -240,8 +249,21 @@ class ParallelModel(nn.Module):
         self._mark_cut_gradients()
         if state.watch is None:
             state.watch = ModelWatch(self.plain)
-        kind = CompiledCall if program.layout is None else StagedCall
-        return kind(program, state.groups, state.weights, synced=state.sync)
+        return self._bound(programs, sizes)
+
+    def _bound(self, programs: list[Program], sizes: list[tuple[int, int]]) -> CompiledCall | UnevenCall:
+        """What runs a call with microbatches of so many rows, and so many of each kind."""
+        state = self._state
+        kind = CompiledCall if programs[0].layout is None else StagedCall
+        finish = self._average_accumulated if state.sync else self._leave_unreduced
+        numbers = [number for _, number in sizes] if programs[0].plan.microbatches > 1 else [1]
+        calls = [
+            kind(program, state.groups, state.weights, synced=state.sync, before_hand_out=finish, parts=number)
+            for program, number in zip(programs, numbers, strict=True)
+        ]
+        if numbers == [programs[0].plan.microbatches]:
+            return calls[0]
+        return UnevenCall(calls, [rows for rows, _ in sizes])
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -254,24 +276,35 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
+        grads.in_optimizer(False)  # it may have stopped with an error
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
-        result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
+        result = compiled(leaves)
         state.calls += 1
         if torch.is_grad_enabled():
             state.balance.add(*compiled.counts())
         return result
 
     def _leave_unreduced(self) -> None:
-        """A backward under ``no_sync`` leaves this rank's share in ``.grad``."""
-        self._state.unreduced = True
+        """A backward under ``no_sync`` leaves in ``.grad`` what is this rank's alone."""
+        layout, groups = self._state.layout, self._state.groups
+        layout.unreduced = layout.unreduced or any(
+            groups.size(axis) > 1 for axis in self._summed_over().values() if axis
+        )
 
-    def _reduce_accumulated(self) -> None:
-        """The first backward outside ``no_sync`` reduces what was left in ``.grad``, before its own is added."""
+    def _average_accumulated(self) -> None:
+        """The first backward outside ``no_sync`` takes the mean of what was left in ``.grad``, before its own is added.
+
+        That is of every parameter that any call has trained: some may be frozen by now.
+        """
         state = self._state
-        if state.unreduced and state.latest is not None:
-            state.latest.reduce_accumulated()
-        state.unreduced = False
+        if state.layout.unreduced:
+            held = ((axis, param.grad) for param, axis in self._summed_over().items() if param.grad is not None)
+            reduce_flat(held, state.groups, mean=True)
+        state.layout.unreduced = False
+
+    def _summed_over(self) -> dict[nn.Parameter, str]:
+        return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:
@@ -291,12 +324,11 @@ class _State:
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
-        self.cache: dict[str, CompiledCall] = {}
-        self.latest: CompiledCall | None = None
+        self.cache: dict[str, CompiledCall | UnevenCall] = {}
+        self.latest: CompiledCall | UnevenCall | None = None
         self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
-        self.unreduced = False
         self.calls = 0
         self.control = True
         self._sizes: Counter[tuple[str, int]] = Counter()
@@ -323,6 +355,19 @@ _REFUSED = {
 }
 
 
+def _refuse_input_gradients(model: nn.Module, request: Request, program: Program) -> None:
+    """CaptureError for arguments that wait for a gradient which a step does not give them."""
+    if not torch.is_grad_enabled() or all(item.kind is not OutputKind.LOSS for item in program.outputs):
+        return
+    leaves, _ = tree_flatten((request.args, request.kwargs))
+    for leaf, name in zip(leaves, leaf_names(request.args, request.kwargs, model.forward), strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"the argument '{name}' requires a gradient, but a call that returns its loss gives gradients to the model's parameters "
+                "alone; put what computes it into the model, pass it detached, or let the model return scores and take their loss outside."
+            )
+
+
 def _device(model: nn.Module) -> torch.device:
     found = next(iter(model.parameters()), None)
     return torch.device("cpu") if found is None or found.device.type == "meta" else found.device
@@ -334,7 +379,9 @@ def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     lines = [f"arguments {spec}"]
     for leaf in leaves:
         lines.append(
-            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)
+            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}{' with gradient' if leaf.requires_grad else ''}"
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
         )
     lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
     for device in ("cpu", "cuda"):

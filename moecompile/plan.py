@@ -8,7 +8,6 @@ The same ranks are cut twice.  Attention side: `pp x dp x cp x tp`, tp fastest. 
 `tp*cp*dp == etp*ep*edp` gives `edp`.
 """
 
-import difflib
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from moecompile import layout as layouts
 from moecompile.errors import PlanError
-from moecompile.plan_fields import FrozenMap, to_toml
+from moecompile.plan_fields import FrozenMap, nearest, to_toml, unknown_field
 
 DEGREES = ("dp", "tp", "cp", "pp", "ep", "etp")
 # what `overrides` says of linears: whole on every rank, cut by outputs, cut by inputs
@@ -88,6 +87,13 @@ class Plan:
     timeout: float = 300.0
     batch_dims: Mapping[str, int | None] = field(default_factory=FrozenMap)
     overrides: Mapping[str, str] = field(default_factory=FrozenMap)
+
+    def __new__(cls, *args: object, **values: object) -> "Plan":
+        known = [item.name for item in fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                raise unknown_field(f"Plan({name}={value!r})", name, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "microbatches"):
@@ -196,7 +202,7 @@ class Plan:
         names = list(module_names)
         for pattern in self.overrides:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = _close(pattern, names) or (f"; one is called {names[-1]!r}" if names else "")
+                near = nearest(pattern, names) or (f"; one is called {names[-1]!r}" if names else "")
                 raise PlanError(f"Plan(overrides=...): pattern {pattern!r} matches no module of the model{near}.")
 
     def check_supported(self) -> None:
@@ -231,7 +237,7 @@ class Plan:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise PlanError(f"Plan.from_toml: a plan has no field {name!r}{_close(name, known)}.")
+                raise unknown_field("Plan.from_toml", name, known)
         if isinstance(values.get("batch_dims"), dict):
             dims = values["batch_dims"].items()
             values["batch_dims"] = {name: None if dim == _SAME_ON_ALL_RANKS else dim for name, dim in dims}
@@ -291,7 +297,7 @@ def _check_options(plan: Plan) -> None:
         value = getattr(plan, name)
         if value not in choices:
             listed = ", ".join(repr(choice) for choice in choices)
-            near = _close(value, [choice for choice in choices if choice])
+            near = nearest(value, [choice for choice in choices if choice])
             raise PlanError(f"Plan({name}={value!r}): {name} must be one of {listed}{near}.")
     for name in _FLAGS:
         if not isinstance(getattr(plan, name), bool):
@@ -345,7 +351,7 @@ def _checked_overrides(value: object) -> FrozenMap[str]:
         if placement not in ROLES:
             listed = ", ".join(map(repr, ROLES))
             raise PlanError(
-                f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be one of {listed}{_close(placement, ROLES)}."
+                f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be one of {listed}{nearest(placement, ROLES)}."
             )
     return overrides
 
@@ -380,11 +386,6 @@ def _divisors(number: int) -> list[int]:
 
 def _listed(values: Iterable[int]) -> str:
     return " or ".join(str(value) for value in values)
-
-
-def _close(name: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=2)
-    return f"; nearest: {' or '.join(repr(item) for item in near)}" if near else ""
 
 
 def _is_int(value: object) -> TypeGuard[int]:

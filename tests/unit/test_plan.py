@@ -315,3 +315,16 @@ def test_toml_that_is_no_plan(text, part):
 def test_str_says_what_differs():
     assert str(Plan(dp=4, ep=2)) == "Plan(dp=4, ep=2)"
     assert str(Plan()) == "Plan()"
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"edp": 2}, r"Plan(edp=2): edp, the number of copies of each expert, follows from the other degrees"),
+        ({"microbatch": 2}, "Plan(microbatch=2): a plan has no field 'microbatch'; nearest: 'microbatches'."),
+        ({"zero": 1}, "a plan has no field 'zero'; its fields are dp, tp, cp,"),
+    ],
+)
+def test_fields_that_no_plan_has(values, part):
+    assert part in message(lambda: Plan(**values))
+    assert part in message(lambda: dataclasses.replace(Plan(), **values))

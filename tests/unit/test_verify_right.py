@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moecompile as mc
+from moecompile.pass_base import Fact
 from moecompile.plan import Plan
 from moecompile.verify import check_spread
 
@@ -32,3 +34,24 @@ def test_a_scalar_zero_goes_with_a_sum() -> None:
     program = mc.trace(Cosine().double(), Plan(dp=2, ep=2), (torch.randn(6, 8, dtype=torch.float64),))
     coverage = check_spread(program)
     assert coverage.checked and coverage.proved > 0 and not coverage.unproved
+
+
+class Decay(nn.Module):
+    """One number for each head over batch and sequence, as gates of linear attention have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, 4, width]
+        rate = self.heads.exp().view(1, 1, 4, 1)
+        return (rate * x).sigmoid().square().mean()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_gradient_loses_the_dim_of_one_row_a_rank(rows: int) -> None:
+    """Where a rank has one row, autograd leaves out the sum over rows of what was broadcast."""
+    program = mc.trace(Decay().double(), Plan(dp=4), (torch.randn(rows, 3, 4, 2, dtype=torch.float64),))
+    coverage = check_spread(program)
+    assert coverage.checked and not coverage.unproved
+    assert program.facts >= {Fact.DIFFERENTIATED, Fact.GRADS_SYNCED}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ... import meta
 from .call import Call, Rule, only
 from .elementwise import words
 from .layout import reshaped
@@ -25,7 +26,16 @@ def _reshape(call: Call) -> Options:
     reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
     if reading.kind in WITH_ROWS and (not new or old[0] != new[0]):
         return only(UNKNOWN)
-    return reshaped(old, new, reading)
+    found = reshaped(old, new, reading)
+    return (*found, SUM) if _drops_one_row(call, reading, old, new) else found
+
+
+def _drops_one_row(call: Call, reading: Reading, old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether a gradient loses the dim of which this rank has one element: autograd, which sums over what was broadcast, leaves a sum
+    of one element out, so that this may be the rank's part of that sum.
+    """
+    backward = meta.direction(call.node) is meta.Direction.BACKWARD
+    return backward and reading.kind is Kind.CUT and old[reading.dim] == 1 and len(new) < len(old)
 
 
 def plain_view(reading: Reading) -> Reading:
