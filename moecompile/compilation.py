@@ -119,6 +119,11 @@ def compile_call(
             f"the call returns no loss, and the stages of pp={request.plan.pp} run forward and backward in one call; let the model return "
             "its loss, pass loss_fn to parallelize, or call it under torch.no_grad()."
         )
+    if learns and not step and request.plan.deterministic:
+        raise CaptureError(
+            "the call returns no loss, so its backward runs in autograd, where Plan(deterministic=True) does not reach; let the model "
+            "return its loss, pass loss_fn to parallelize, or call torch.use_deterministic_algorithms(True) instead."
+        )
     passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
     if not synced or request.plan.pp > 1:  # stages add up their microbatches first
         passes = tuple(item for item in passes if Fact.GRADS_SYNCED not in item.provides)
