@@ -17,7 +17,7 @@ from . import aliases, meta
 from . import graph as graphs
 from .compat import tree_unflatten
 from .errors import CaptureError
-from .mesh import Mesh
+from .mesh import Mesh, joined
 from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
@@ -166,6 +166,17 @@ class CompiledCall:
         found = share(reduce, [self.weights.attached(item) for item in trained])
         return {item.name: weight for item, weight in zip(trained, found, strict=True)}
 
+    def _shared_leaf(self, leaf: Tensor) -> Tensor:
+        """An argument that waits for a gradient: of the ranks that pass the same batch, each computes a share of it."""
+        axes = [axis for axis in ("cp", "tp") if self.groups.size(axis) > 1]
+        if not axes:
+            return leaf
+
+        def reduce(grads: Sequence[Tensor | None]) -> None:
+            reduce_flat([(joined(axes), grad) for grad in grads if grad is not None], self.groups)
+
+        return share(reduce, [leaf])[0]
+
     def _value(self, item: Input, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Any:
         if item.kind in (InputKind.PARAM, InputKind.BUFFER):
             return self.weights.value(item)
@@ -175,7 +186,7 @@ class CompiledCall:
             return self.program.constants[item.name]
         if item.kind is InputKind.BATCH:
             leaf = leaves[item.leaf].contiguous()  # as the program was captured: a view of a slice would fail
-            return leaf if self.differentiable else leaf.detach()
+            return self._shared_leaf(leaf) if self.differentiable and leaf.requires_grad else leaf.detach()
         if item.kind is InputKind.OFFSET:
             return torch.tensor(self.mesh.axis_index(item.axis, self.groups.rank) * item.stride)
         if item.kind in (InputKind.SCALE, InputKind.SEED):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
 from .balance import Balance
-from .capture import batch_inputs
+from .capture import batch_inputs, leaf_names
 from .compat import tree_flatten
 from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
@@ -25,7 +25,7 @@ from .mesh import Mesh
 from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
-from .program import Program
+from .program import OutputKind, Program
 from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
@@ -227,6 +227,7 @@ class ParallelModel(nn.Module):
                 programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
                 if programs[0].plan.microbatches == 1:
                     break
+            _refuse_input_gradients(self.plain, request, programs[0])
         except Exception as found:
             error = found
         text = "" if error is not None else "\n".join(agreement(program) for program in programs)
@@ -354,6 +355,19 @@ _REFUSED = {
 }
 
 
+def _refuse_input_gradients(model: nn.Module, request: Request, program: Program) -> None:
+    """CaptureError for arguments that wait for a gradient which a step does not give them."""
+    if not torch.is_grad_enabled() or all(item.kind is not OutputKind.LOSS for item in program.outputs):
+        return
+    leaves, _ = tree_flatten((request.args, request.kwargs))
+    for leaf, name in zip(leaves, leaf_names(request.args, request.kwargs, model.forward), strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"the argument '{name}' requires a gradient, but a call that returns its loss gives gradients to the model's parameters "
+                "alone; put what computes it into the model, pass it detached, or let the model return scores and take their loss outside."
+            )
+
+
 def _device(model: nn.Module) -> torch.device:
     found = next(iter(model.parameters()), None)
     return torch.device("cpu") if found is None or found.device.type == "meta" else found.device
@@ -365,7 +379,9 @@ def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     lines = [f"arguments {spec}"]
     for leaf in leaves:
         lines.append(
-            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)
+            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}{' with gradient' if leaf.requires_grad else ''}"
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
         )
     lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
     for device in ("cpu", "cuda"):

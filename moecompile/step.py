@@ -41,6 +41,14 @@ class StepResult:
         return gradients
 
 
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward was called with create_graph=True, but the gradients of a parallel model have no derivatives of their own; leave it "
+            "out, or compute what needs second derivatives inside the model."
+        )
+
+
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: StepResult, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -50,6 +58,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _refuse_second_derivatives()
         return (None, None, *ctx.result.take(grads[0]))
 
 
@@ -95,6 +104,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second_derivatives()
         own = [None if grad is None else grad.clone() for grad in grads]
         ctx.reduce(own)
         return (None, *own)

@@ -23,6 +23,16 @@ ALONE = Plan(dp=1)
 BATCH = tokens(2, 8, 0)
 
 
+class Schedule:
+    """An object whose own code reads what it holds."""
+
+    def __init__(self) -> None:
+        self.now = 1.5
+
+    def factor(self) -> float:
+        return 2 * self.now
+
+
 class Scaled(nn.Module):
     """A loss times everything that a user may turn between steps."""
 
@@ -30,11 +40,13 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner = build(Config("loop", layers=1))
         self.coef, self.options, self.factor = 1.0, {"weight": 1.0}, torch.ones((), dtype=torch.float64)
+        self.tables, self.shape, self.schedule = {"a": [torch.ones(2, dtype=torch.float64)]}, torch.square, Schedule()
         self.steps_seen = 0  # nothing of the model's code reads it
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         loss: Tensor = self.inner(**batch)["loss"]
-        return {"loss": loss * self.coef * self.options["weight"] * self.factor}
+        factor = self.coef * self.options["weight"] * self.factor * self.tables["a"][0].sum() * self.schedule.factor()
+        return {"loss": self.shape(loss) * factor}
 
 
 def coefficient(model: Any) -> None:
@@ -49,11 +61,27 @@ def tensor(model: Any) -> None:
     model.factor = torch.tensor(5.0, dtype=torch.float64)
 
 
+def tensor_in_containers(model: Any) -> None:
+    model.tables["a"][0] = torch.tensor([2.0, 3.0], dtype=torch.float64)
+
+
+def function(model: Any) -> None:
+    model.shape = torch.exp
+
+
+def inside_an_object(model: Any) -> None:
+    model.schedule.now += 1
+
+
 def hook(model: Any) -> None:
     model.inner.register_forward_hook(lambda module, given, out: {**out, "loss": out["loss"] * 7})
 
 
-@pytest.mark.parametrize("change", [coefficient, option, tensor, hook], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [coefficient, option, tensor, tensor_in_containers, function, inside_an_object, hook],
+    ids=lambda change: change.__name__,
+)
 def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], None]) -> None:
     plain = Scaled().double()
     model = mc.parallelize(copy.deepcopy(plain), ALONE)
