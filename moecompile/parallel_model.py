@@ -33,7 +33,7 @@ from .staged import StagedCall
 from .stages import holders
 from .state import State, fill_meta, save_pretrained
 from .verify.order import agreement
-from .weights import Weights
+from .weights import Weights, is_share
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
@@ -73,6 +73,13 @@ class ParallelModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (
+                name == "_ddp_params_and_buffers_to_ignore"
+            ):  # all that DistributedDataParallel asks of a module before it communicates
+                raise TypeError(
+                    "a parallel model reduces its own gradients, and DistributedDataParallel around it would wait for parameters that "
+                    "other ranks hold; use it as it is (with Accelerate: prepare the optimizer and the loader, not the model)."
+                ) from None
             if name in _REFUSED:
                 raise AttributeError(
                     f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
@@ -254,6 +261,7 @@ class ParallelModel(nn.Module):
                 counts = state.weights.counts(name)
                 state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(model) would trace the compiler
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         grads.in_optimizer(False)  # it may have stopped with an error
@@ -287,6 +295,18 @@ class ParallelModel(nn.Module):
         return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
 
 
+def refuse_parallel(model: nn.Module) -> None:
+    """CaptureError where a model that shall be made parallel is so already, or holds a rank's share of one that is."""
+    parallel = any(isinstance(module, ParallelModel) for module in model.modules())
+    share = next((name for name, item in model.named_parameters() if is_share(item)), None)
+    if parallel or share is not None:
+        found = "a parallel model" if parallel else f"this rank's share of '{share}', which another plan has cut"
+        raise CaptureError(
+            f"{type(model).__name__}: the model to make parallel holds {found}; pass a plain model, and bring the weights in with "
+            "load_state_dict(full_state_dict(model))."
+        )
+
+
 def _digest(tensors: Iterable[Tensor]) -> int:
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
@@ -296,6 +316,12 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 
 class _State:
     """What belongs to the wrapper and not to the model."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled: it holds process groups and this rank's share of the weights; save "
+            "full_state_dict(model), or model.state_dict() with torch.distributed.checkpoint."
+        )
 
     weights: Weights
     layout: State
@@ -346,7 +372,9 @@ def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     lines = [f"arguments {spec}"]
     for leaf in leaves:
         lines.append(
-            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)
+            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}{', requires grad' if leaf.requires_grad else ''}"
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
         )
     lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
     for device in ("cpu", "cuda"):
