@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
 from .balance import Balance
-from .capture import batch_inputs, leaf_names
+from .capture import batch_inputs
 from .compat import tree_flatten
 from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
@@ -25,7 +25,7 @@ from .mesh import Mesh
 from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
-from .program import OutputKind, Program
+from .program import Program
 from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
@@ -34,7 +34,7 @@ from .stages import holders
 from .state import State, fill_meta, save_pretrained
 from .uneven import UnevenCall
 from .verify.order import agreement
-from .weights import Weights
+from .weights import Weights, is_share
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
@@ -74,6 +74,13 @@ class ParallelModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (
+                name == "_ddp_params_and_buffers_to_ignore"
+            ):  # all that DistributedDataParallel asks of a module before it communicates
+                raise TypeError(
+                    "a parallel model reduces its own gradients, and DistributedDataParallel around it would wait for parameters that "
+                    "other ranks hold; use it as it is (with Accelerate: prepare the optimizer and the loader, not the model)."
+                ) from None
             if name in _REFUSED:
                 raise AttributeError(
                     f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
@@ -227,7 +234,6 @@ class ParallelModel(nn.Module):
                 programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
                 if programs[0].plan.microbatches == 1:
                     break
-            _refuse_input_gradients(self.plain, request, programs[0])
         except Exception as found:
             error = found
         text = "" if error is not None else "\n".join(agreement(program) for program in programs)
@@ -274,6 +280,7 @@ class ParallelModel(nn.Module):
                 counts = state.weights.counts(name)
                 state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(model) would trace the compiler
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         grads.in_optimizer(False)  # it may have stopped with an error
@@ -307,6 +314,18 @@ class ParallelModel(nn.Module):
         return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
 
 
+def refuse_parallel(model: nn.Module) -> None:
+    """CaptureError where a model that shall be made parallel is so already, or holds a rank's share of one that is."""
+    parallel = any(isinstance(module, ParallelModel) for module in model.modules())
+    share = next((name for name, item in model.named_parameters() if is_share(item)), None)
+    if parallel or share is not None:
+        found = "a parallel model" if parallel else f"this rank's share of '{share}', which another plan has cut"
+        raise CaptureError(
+            f"{type(model).__name__}: the model to make parallel holds {found}; pass a plain model, and bring the weights in with "
+            "load_state_dict(full_state_dict(model))."
+        )
+
+
 def _digest(tensors: Iterable[Tensor]) -> int:
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
@@ -316,6 +335,12 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 
 class _State:
     """What belongs to the wrapper and not to the model."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled: it holds process groups and this rank's share of the weights; save "
+            "full_state_dict(model), or model.state_dict() with torch.distributed.checkpoint."
+        )
 
     weights: Weights
     layout: State
@@ -353,19 +378,6 @@ _REFUSED = {
     "generate": "gather the weights with moecompile.full_state_dict(model), load them into a plain model and generate there.",
     "push_to_hub": "save with moecompile.full_state_dict(model) and push from a plain model.",
 }
-
-
-def _refuse_input_gradients(model: nn.Module, request: Request, program: Program) -> None:
-    """CaptureError for arguments that wait for a gradient which a step does not give them."""
-    if not torch.is_grad_enabled() or all(item.kind is not OutputKind.LOSS for item in program.outputs):
-        return
-    leaves, _ = tree_flatten((request.args, request.kwargs))
-    for leaf, name in zip(leaves, leaf_names(request.args, request.kwargs, model.forward), strict=True):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise CaptureError(
-                f"the argument '{name}' requires a gradient, but a call that returns its loss gives gradients to the model's parameters "
-                "alone; put what computes it into the model, pass it detached, or let the model return scores and take their loss outside."
-            )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -62,7 +62,9 @@ def test_rows_chosen_by_a_mask(plan: Plan) -> None:
     """Each batch has another number of them."""
     lock_step = LockStep(Chosen(), plan, BATCHES[0])
     compare(lock_step.run(BATCHES), plain(Chosen(), BATCHES))
-    assert {item.op for item in lock_step.program.gathers} == ({"aten.index.Tensor"} if plan.num_data_ranks > 1 else set())
+    assert {item.op for item in lock_step.program.gathers} == (
+        {"aten.index.Tensor"} if plan.num_data_ranks > 1 else set()
+    )
 
 
 def _chosen(rank: int, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
