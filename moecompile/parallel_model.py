@@ -182,15 +182,16 @@ class ParallelModel(nn.Module):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall | UnevenCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
-        signature, error, compiled = "", None, None
+        signature, error, compiled, data = "", None, None, (0, 0, 0)
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
             signature += self._changes()
             microbatch_sizes(args, kwargs, state.plan)
+            data = self._data(args, kwargs)
         except Exception as found:
             error = found
         if state.control:
-            control.agree(state.groups, signature, error, self._data(args, kwargs))
+            control.agree(state.groups, signature, error, data)
         elif error is not None:
             raise error
         compiled = state.cache.get(signature)
