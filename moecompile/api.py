@@ -14,7 +14,7 @@ from .compilation import Request, compile_call
 from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
-from .parallel_model import ParallelModel
+from .parallel_model import ParallelModel, refuse_parallel
 from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .plan import Plan
 from .program import AUX, Program
@@ -42,6 +42,7 @@ def parallelize(
 
     Raises PlanError for a plan that does not fit the ranks or this release, CaptureError for a model that cannot be captured.
     """
+    refuse_parallel(model)
     plan.check_supported()
     plan = plan.resolve(process_groups.world_size())
     check_experts(model, plan)
@@ -93,6 +94,7 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float, norm_type: float = 2.
     The norm is that of the single-process model: a parameter that several ranks hold counts once. Same number on all ranks.
     """
     state = model._state
+    state.layout.check_reduced("clip_grad_norm_")
     held = [(name, param.grad) for name, param in model.plain.named_parameters() if param.grad is not None]
     device = held[0][1].device if held else torch.device("cpu")
     like = torch.zeros(0, dtype=held[0][1].dtype if held else torch.float32, device=device)
@@ -190,10 +192,7 @@ def full_grads(model: ParallelModel) -> dict[str, Tensor | None]:
 
     None where the plain model would have None; an expert that saw no token has zeros.
     """
-    if model._state.unreduced:
-        raise RuntimeError(
-            "the gradients were accumulated under no_sync() and are this rank's share; run one backward outside of it first."
-        )
+    model._state.layout.check_reduced("full_grads")
     return full_gradients(model._state.layout)
 
 

@@ -3,7 +3,7 @@
 Bytes on the wire per rank are those of the usual ring and pairwise algorithms over n ranks: an all-reduce of b bytes sends
 ``2 (n-1)/n b``, a reduce-scatter ``(n-1)/n b``, an all-gather of parts of b bytes ``(n-1) b``. An exchange of rows sends
 ``(n-1)/n`` of them where routing is balanced; its rows are those of the side whose number is known. A gather of rows sends a rank's
-own ``n-1`` times, and so does the sum on their way home.
+own ``n-1`` times, and so does the sum on their way home. A rotation sends all of its operand once.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def _sent(node: Node, ranks: int) -> int:
     factor = share
     if node.target is ops.all_reduce:
         factor = 2 * share
+    elif node.target is ops.rotate:
+        factor = Fraction(1)
     elif node.target in (ops.all_gather, ops.all_gather_rows, ops.reduce_scatter_rows):
         factor = Fraction(ranks - 1)
     return int(factor * _known_bytes(node))

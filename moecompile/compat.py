@@ -4,7 +4,7 @@ Every name taken from a private module is imported here, under a public-looking 
 says why no public way exists, so that a new torch release breaks one file only.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -23,6 +23,10 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 # Maps over experts are traced as loops: where vmap looks up what runs it, and how it reads its arguments.
 from torch._functorch import apis as _vmap_apis
 from torch._functorch import eager_transforms as _transforms
+
+# Writes in place undone under autograd, as AOTAutograd does it: the public functionalize does not let a gradient be taken inside.
+from torch._functorch._aot_autograd.functional_utils import from_fun as _from_functional
+from torch._functorch._aot_autograd.functional_utils import to_fun as _to_functional
 
 # Traced backward nodes know their forward op only through these hooks.
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as _setup_hooks
@@ -43,6 +47,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # An operator without a fake rule; caught to name the line that calls it.
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensorMode as _FunctionalTensorMode
 
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -179,11 +184,24 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+# What GradScaler calls; only a tensor subclass sees it.
+unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def without_torch_function() -> AbstractContextManager[None]:
     """Treat tensor subclasses as plain tensors inside; what torch's own subclasses use."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without writes in place, which may take gradients of its arguments."""
+
+    def run(*args: Any) -> Any:
+        without_other = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        with _FunctionalTensorMode(), without_other:
+            return tree_map(_from_functional, function(*tree_map(_to_functional, args)))
+
+    return run
 
 
 def batched_inputs(in_dims: Any, args: Any, func: Any) -> Any:

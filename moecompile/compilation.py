@@ -13,6 +13,7 @@ from torch import nn
 
 from . import pipeline as pipelines
 from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out, note_local_numbers
+from .capture.batch import leaf_names
 from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
@@ -29,18 +30,19 @@ _SHOWN = 5  # lines that a warning names
 
 @dataclass(frozen=True)
 class Request:
-    """One call to compile: the arguments that one rank passes, and under which plan."""
+    """One call to compile: the arguments that one rank passes, and under which plan. ``rows`` of a microbatch, if not equally many."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     plan: Plan
     loss_fn: Callable[..., Any] | None = None
+    rows: int | None = None
 
 
 def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
     """Trace the call at the global batch shape. ``shapes`` are the global shapes of weights that are cut already."""
     plan = request.plan
-    own_args, own_kwargs = first_microbatch(request.args, request.kwargs, plan)
+    own_args, own_kwargs = first_microbatch(request)
     args, kwargs = globalize(own_args, own_kwargs, plan.num_data_ranks, plan.batch_dims, forward=model.forward)
     captured = capture_model(model, args, kwargs, loss_fn=request.loss_fn, shapes=shapes)
     if plan.balance_scope == "local" and plan.num_data_ranks > 1:
@@ -49,33 +51,42 @@ def capture(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, 
     return captured
 
 
-def first_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> Arguments:
-    """The call with its batch tensors cut to one microbatch."""
+def first_microbatch(request: Request) -> Arguments:
+    """The call with its batch tensors cut to one microbatch, the largest unless the request says otherwise."""
+    args, kwargs, plan = request.args, request.kwargs, request.plan
     if plan.microbatches == 1:
         return args, kwargs
     leaves, spec = tree_flatten((args, kwargs))
     for index, dim in batch_inputs(args, kwargs, plan.batch_dims).items():
-        leaves[index] = leaves[index].narrow(dim, 0, leaves[index].shape[dim] // plan.microbatches)
+        rows = request.rows or -(-leaves[index].shape[dim] // plan.microbatches)
+        leaves[index] = leaves[index].narrow(dim, 0, rows)
     found: Arguments = tree_unflatten(leaves, spec)
     return found
 
 
-def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> None:
-    """Refuse a batch that the plan cannot cut: none at all, or one that the microbatches do not divide."""
+def microbatch_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan) -> list[tuple[int, int]]:
+    """How many rows a rank's microbatches have, and how many there are of each kind: the larger ones first, which have one row more.
+
+    Fewer rows than microbatches make one microbatch each. Refuses a call without batch, and batch tensors of several sizes that the
+    microbatches do not divide.
+    """
     split = batch_inputs(args, kwargs, plan.batch_dims)
     leaves, _ = tree_flatten((args, kwargs))
     if not split:
         raise CaptureError(
             "the call has no tensor argument with a batch dim; pass the batch as tensors, or name its dim in batch_dims."
         )
-    for index, dim in split.items():
-        size = leaves[index].shape[dim]
-        if size == 0 or size % plan.microbatches:
-            near = max(plan.microbatches, size // plan.microbatches * plan.microbatches)
-            raise PlanError(
-                f"each rank's batch has {size} rows, but microbatches={plan.microbatches} needs a positive multiple of it; "
-                f"pass {near} rows, or drop the last batch of the data set."
-            )
+    found, parts = sorted({leaves[index].shape[dim] for index, dim in split.items()}), plan.microbatches
+    if found[0] == 0 or (len(found) > 1 and any(size % parts for size in found)):
+        size = next(size for size in found if size == 0 or size % parts)
+        near = max(parts, size // parts * parts)
+        also = f" in one tensor and {found[-1]} in another" if len(found) > 1 else ""
+        raise PlanError(
+            f"each rank's batch has {size} rows{also}, but microbatches={parts} needs a positive multiple of it; "
+            f"pass {near} rows, or drop the last batch of the data set."
+        )
+    rows, more = divmod(found[0], parts)
+    return [kind for kind in ((rows + 1, more), (rows, parts - more)) if all(kind)]
 
 
 def compile_call(
@@ -95,6 +106,11 @@ def compile_call(
     ``compare`` holds the capture against the plain model. Warns, on rank 0, if lines of the model run whole on every rank.
     """
     captured = capture(model, request, shapes)
+    if (
+        captured.loss_index is None and request.plan.microbatches > request.plan.pp == 1
+    ):  # nothing is summed: all rows at once
+        request = replace(request, plan=replace(request.plan, microbatches=1))
+        captured = capture(model, request, shapes)
     if compare and not shapes:
         _compare(model, captured, request)
     learns = torch.is_grad_enabled() and any(item.requires_grad for item in captured.inputs)
@@ -104,6 +120,13 @@ def compile_call(
             f"the call returns no loss, and the stages of pp={request.plan.pp} run forward and backward in one call; let the model return "
             "its loss, pass loss_fn to parallelize, or call it under torch.no_grad()."
         )
+    if learns and not step and request.plan.deterministic:
+        raise CaptureError(
+            "the call returns no loss, so its backward runs in autograd, where Plan(deterministic=True) does not reach; let the model "
+            "return its loss, pass loss_fn to parallelize, or call torch.use_deterministic_algorithms(True) instead."
+        )
+    if step:
+        _refuse_gradients_of_inputs(model, request)
     passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
     if not synced or request.plan.pp > 1:  # stages add up their microbatches first
         passes = tuple(item for item in passes if Fact.GRADS_SYNCED not in item.provides)
@@ -123,6 +146,19 @@ def compile_call(
             request.plan.num_data_ranks,
         )
     return program
+
+
+def _refuse_gradients_of_inputs(model: nn.Module, request: Request) -> None:
+    """A step gives gradients of parameters only: CaptureError where an argument of the call waits for one."""
+    leaves, _ = tree_flatten((request.args, request.kwargs))
+    names = leaf_names(request.args, request.kwargs, model.forward)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"the argument {name} requires a gradient, but a call that returns its loss runs forward and backward at once and has "
+                f"gradients of its parameters only; make what computes {name} a part of the model, compute the loss outside, from what the "
+                "model returns, or detach the argument."
+            )
 
 
 def _warn_about_unrouted(program: Program) -> None:
@@ -153,7 +189,7 @@ def _check_experts(program: Program, done: Pass) -> None:
 def _compare(model: nn.Module, captured: Captured, request: Request) -> None:
     """Hold the capture against the plain model, whose weights are whole."""
     plan = request.plan
-    args, kwargs = first_microbatch(request.args, request.kwargs, plan)
+    args, kwargs = first_microbatch(request)
     log_left_out(compare_capture(model, captured, args, kwargs, plan.num_data_ranks, plan.batch_dims, request.loss_fn))
 
 
@@ -210,6 +246,11 @@ def default_pipeline(plan: Plan, *, step: bool) -> str:
 
 def _check_said(passes: Sequence[Pass], plan: Plan) -> None:
     """PlanError for a field that a pipeline written out would leave without effect."""
+    if plan.overrides and not any(item.name == "shard-linears" for item in passes):
+        raise PlanError(
+            f"Plan(overrides={dict(plan.overrides)!r}): the plan's passes are a whole pipeline without shard-linears; put that behind "
+            f"shard-dense, or begin passes with '+'."
+        )
     if plan.reduce_dtype is None:
         return
     wanted = PASSES["cast-grads"].from_options({"dtype": plan.reduce_dtype})

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from . import aliases, meta
 from . import graph as graphs
-from . import meta
 from .compat import tree_unflatten
 from .errors import CaptureError
-from .mesh import Mesh
+from .mesh import Mesh, joined
 from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .passes.sync_grads import reduce_axis
 from .phases import KeptParameters, Phases, split_phases
@@ -58,42 +58,64 @@ class Trained:
 class CompiledCall:
     """Runs one program for this rank: ``call(leaves)`` takes the flattened arguments and returns the model's return value.
 
-    ``synced`` says whether the program reduces its own gradients; where not, ``reduce`` is applied when they are handed out.
+    ``synced`` says whether the gradients are those of all ranks. Where not, each is this rank's share times the number of ranks among
+    which it is a sum, so that a later mean over them leaves as it is what they have in common: other terms, and earlier gradients.
+    ``before_hand_out`` runs in each backward before its gradients are handed out. ``parts`` is how many microbatches it runs, where
+    these are not all of a call.
     """
 
-    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
+    def __init__(
+        self,
+        program: Program,
+        groups: ProcessGroups,
+        weights: Weights,
+        *,
+        synced: bool = True,
+        before_hand_out: Callable[[], None] | None = None,
+        parts: int | None = None,
+    ) -> None:
         self.program, self.groups, self.weights, self.synced = program, groups, weights, synced
+        self._before_hand_out = before_hand_out
         self.mesh: Mesh = program.mesh
         self.differentiable = program.level is Level.MODEL and torch.is_grad_enabled() and not self._has_loss()
-        self.phases = split_phases(program) if program.layout is None and not self.differentiable else Phases(program)
+        self.phases = Phases(program) if self.differentiable else self._split()
         self.executor = self._bind()
         self.kept = KeptParameters(self.phases.head, groups, weights) if self.phases.head is not None else None
         self.reduction = Executor(self.phases.tail, groups) if self.phases.tail is not None else None
         self.results = Results(groups)
-        self.parts = program.plan.microbatches if self._has_loss() else 1
+        self.parts = program.plan.microbatches if parts is None else parts
         self.metrics: dict[
             tuple[str, str], tuple[Tensor, tuple[str, ...]]
         ] = {}  # by layer and quantity; the axes it is a share on
         self.trained = self._find_trained()
+        self._shared: set[int] | None = None  # which gradients are copied; known after the first step
         self._counter = self._count_program()
-        if self.parts > 1:
+        if program.plan.microbatches > 1:
             self._check_joins()
 
     # -- running -----------------------------------------------------------------------------------------------------
-    def __call__(self, leaves: Sequence[Any], before_hand_out: Callable[[], None] | None = None) -> Any:
-        outputs = self._run_all(leaves)
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        chunks = self.cut(leaves)
+        return self.hand_out(self.run_all(chunks, self.scales(self.count(chunks))))
+
+    def hand_out(self, outputs: Sequence[Any]) -> Any:
+        """The model's return value, from all outputs of the program."""
         self._keep_metrics(outputs)
-        return self._rebuild(outputs, before_hand_out)
+        return self._rebuild(outputs)
+
+    def _split(self) -> Phases:
+        """The parts of the program: what is gathered once, what runs for each microbatch, what is due behind the last."""
+        return split_phases(self.program)
 
     def _bind(self) -> Executor | None:
         """What runs the whole program; None where its stages run one by one."""
         return Executor(self.phases.body, self.groups)
 
-    def _run_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The program's outputs over all microbatches of a call."""
+    def run_all(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> Sequence[Any]:
+        """The program's outputs over all microbatches. ``scales``: valid tokens, for each place that divides by them."""
         if self.kept is not None:
             self.kept.refresh()
-        runs = (self._run(part, scales | self._seeds()) for part, scales in self._microbatches(leaves))
+        runs = (self._run(chunk, scales | self._seeds()) for chunk in chunks)
         outputs = self._joined(runs)
         if self.reduction is None:
             return outputs
@@ -110,7 +132,7 @@ class CompiledCall:
                 else:
                     found[at] = found[at] + value
         return [
-            self._join(item, values) if len(values) > 1 else value
+            self.join(item, values) if len(values) > 1 else value
             for item, values, value in zip(items, lists, found, strict=True)
         ]
 
@@ -126,12 +148,16 @@ class CompiledCall:
             ]
         )
 
+    def _trained_inputs(self) -> list[Input]:
+        return [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
+
     def _shared_weights(self) -> dict[str, Tensor]:
         """Trained weights with autograd behind them, for a program whose backward the engine runs."""
-        trained = [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
+        trained = self._trained_inputs()
         axes = [reduce_axis(item, self.mesh) for item in trained]
 
         def reduce(grads: Sequence[Tensor | None]) -> None:
+            self._hand_out(axes, grads)
             if self.synced:
                 reduce_flat(
                     [(axis, grad) for axis, grad in zip(axes, grads, strict=True) if grad is not None], self.groups
@@ -139,6 +165,17 @@ class CompiledCall:
 
         found = share(reduce, [self.weights.attached(item) for item in trained])
         return {item.name: weight for item, weight in zip(trained, found, strict=True)}
+
+    def _shared_leaf(self, leaf: Tensor) -> Tensor:
+        """An argument that waits for a gradient: of the ranks that pass the same batch, each computes a share of it."""
+        axes = [axis for axis in ("cp", "tp") if self.groups.size(axis) > 1]
+        if not axes:
+            return leaf
+
+        def reduce(grads: Sequence[Tensor | None]) -> None:
+            reduce_flat([(joined(axes), grad) for grad in grads if grad is not None], self.groups)
+
+        return share(reduce, [leaf])[0]
 
     def _value(self, item: Input, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Any:
         if item.kind in (InputKind.PARAM, InputKind.BUFFER):
@@ -149,7 +186,7 @@ class CompiledCall:
             return self.program.constants[item.name]
         if item.kind is InputKind.BATCH:
             leaf = leaves[item.leaf].contiguous()  # as the program was captured: a view of a slice would fail
-            return leaf if self.differentiable else leaf.detach()
+            return self._shared_leaf(leaf) if self.differentiable and leaf.requires_grad else leaf.detach()
         if item.kind is InputKind.OFFSET:
             return torch.tensor(self.mesh.axis_index(item.axis, self.groups.rank) * item.stride)
         if item.kind in (InputKind.SCALE, InputKind.SEED):
@@ -169,23 +206,32 @@ class CompiledCall:
         return dict.fromkeys(names, seed)
 
     # -- microbatches ------------------------------------------------------------------------------------------------
-    def _microbatches(self, leaves: Sequence[Any]) -> list[tuple[Sequence[Any], dict[str, Tensor]]]:
-        """The call cut into parts, and the step's valid tokens for each place that divides by them."""
+    def cut(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
+        """The arguments of a call cut into microbatches."""
         if self.parts == 1:
-            return [(leaves, {})]
-        dims = {
+            return [leaves]
+        cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in self.batch_dims().items()}
+        return [
+            [cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)
+        ]
+
+    def batch_dims(self) -> dict[int, int]:
+        """Which arguments are batch tensors, and along which dim."""
+        return {
             item.leaf: placed.dim
             for item in self.program.inputs
             if item.kind is InputKind.BATCH
             for axis, placed in item.placements
             if axis == "dp" and isinstance(placed, Shard)
         }
-        cut = {leaf: leaves[leaf].chunk(self.parts, dim) for leaf, dim in dims.items()}
-        parts = [
-            [cut[at][index] if at in cut else leaf for at, leaf in enumerate(leaves)] for index in range(self.parts)
-        ]
-        scales = self._valid_tokens(parts)
-        return [(part, scales) for part in parts]
+
+    def scales(self, totals: dict[str, Tensor], factor: float = 1.0) -> dict[str, Tensor]:
+        """What each place divides by: the step's valid tokens over the plan's microbatches, times a factor."""
+        dtypes = {
+            item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
+        }
+        number = self.program.plan.microbatches
+        return {name: (total * factor / number).to(dtypes[name]) for name, total in totals.items()}
 
     def _count_program(self) -> tuple[Executor, list[Output], set[str]] | None:
         """The part of the program that counts valid tokens, as a program of its own, and the inputs that it reads."""
@@ -205,7 +251,8 @@ class CompiledCall:
         read = {item.name for node, item in counting.items() if node.users}
         return Executor(counting, self.groups), [item for _, item in wanted], read
 
-    def _valid_tokens(self, parts: list[list[Any]]) -> dict[str, Tensor]:
+    def count(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """Valid tokens of some microbatches over all ranks, for each place that divides by them."""
         if self._counter is None:
             return {}
         executor, outputs, read = self._counter
@@ -216,18 +263,14 @@ class CompiledCall:
         with torch.no_grad():
             counted = [
                 executor(
-                    [self._value(item, part, scales) if item.name in read else None for item in self.program.inputs]
+                    [self._value(item, chunk, scales) if item.name in read else None for item in self.program.inputs]
                 )
-                for part in parts
+                for chunk in chunks
             ]
         found = {}
-        dtypes = {
-            item.name: node.meta["val"].dtype for node, item in self.program.items() if item.kind is InputKind.SCALE
-        }
         for item, counts in zip(outputs, zip(*counted, strict=True), strict=True):
-            total = torch.stack(list(counts)).sum().to(torch.float64)
+            found[item.name] = total = torch.stack(list(counts)).sum().to(torch.float64)
             add_up(total, partial_axes(item), self.groups)
-            found[item.name] = (total / self.parts).to(dtypes[item.name])
         return found
 
     def _check_joins(self) -> None:
@@ -236,7 +279,7 @@ class CompiledCall:
             whole = not isinstance(dict(item.placements).get("dp"), Shard)
             if item.kind is not OutputKind.USER or not whole or not isinstance(node, Node):
                 continue
-            said = f"{meta.where(node)} is returned and has no batch dim: microbatches={self.parts}"
+            said = f"{meta.where(node)} is returned and has no batch dim: microbatches={self.program.plan.microbatches}"
             if not meta.tensor(node).is_floating_point():
                 raise CaptureError(
                     f"{said} cannot put whole numbers together; return them by row, or use microbatches=1."
@@ -244,7 +287,7 @@ class CompiledCall:
             if self.groups.rank == 0:
                 _LOG.warning("%s return the mean of their values; what is no mean over the batch, return by row.", said)
 
-    def _join(self, item: Output, found: Sequence[Any]) -> Any:
+    def join(self, item: Output, found: Sequence[Any]) -> Any:
         """What the user gets from those of the microbatches: the batch put together."""
         placed = dict(item.placements).get("dp")
         if isinstance(placed, Shard):
@@ -276,14 +319,14 @@ class CompiledCall:
         outputs = {item.name: item for item in self.program.outputs if item.what == TOKENS_PER_EXPERT}
         return {name: self.metrics[name, TOKENS_PER_EXPERT][0] for name in outputs}, outputs
 
-    def _rebuild(self, outputs: Sequence[Any], before_hand_out: Callable[[], None] | None) -> Any:
+    def _rebuild(self, outputs: Sequence[Any]) -> Any:
         program = self.program
         values: dict[int, Tensor] = {}
         for item, value in zip(program.outputs, outputs, strict=True):
             if item.kind is OutputKind.LOSS:
                 _report_nan(value)
             if item.kind is OutputKind.LOSS and program.level is Level.STEP:
-                values[item.leaf] = self._attach(outputs, value, before_hand_out)
+                values[item.leaf] = self._attach(outputs, value)
             elif item.kind is OutputKind.USER and value is None:
                 continue  # computed on another pipeline stage
             elif item.kind is OutputKind.USER:
@@ -300,7 +343,7 @@ class CompiledCall:
             [values.get(at, constant) for at, constant in enumerate(program.out_template)], program.out_spec
         )
 
-    def _attach(self, outputs: Sequence[Any], loss: Tensor, before_hand_out: Callable[[], None] | None) -> Tensor:
+    def _attach(self, outputs: Sequence[Any], loss: Tensor) -> Tensor:
         """Put the gradients of a finished step behind its loss."""
         gradients: Gradients = []
         parts: dict[int, tuple[Tensor, ...]] = {}
@@ -313,15 +356,44 @@ class CompiledCall:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]
             grad = grad if grad.shape == item.param.shape else grad[: len(item.param)]  # the rest is padding
             gradients.append(grad.to(item.param.dtype))
+        if self._shared is None:
+            self._shared = self._find_shared(gradients, outputs)
+        for at in self._shared:
+            gradients[at] = gradients[at].clone()  # type: ignore[union-attr]
 
         def finish(found: Gradients) -> Gradients:
-            if before_hand_out is not None:
-                before_hand_out()
+            self._hand_out([item.axis for item in self.trained], found)
             return found
 
         return attach(StepResult(gradients, finish), loss, [item.param for item in self.trained])
 
-    def reduce_accumulated(self) -> None:
-        """Reduce what earlier backward calls left in ``.grad`` as this rank's share."""
-        held = [(item.axis, item.param.grad) for item in self.trained if item.param.grad is not None]
-        reduce_flat(held, self.groups)
+    def _find_shared(self, gradients: Sequence[Tensor | None], outputs: Sequence[Any]) -> set[int]:
+        """The gradients that lie where another one lies, an input or a result; by their places among the trained."""
+        nodes, found = self.program.output_nodes(), [item for item in gradients if item is not None]
+        assert len(found) == len(self.trained)
+        results = [
+            value
+            for item, value in zip(self.program.outputs, outputs, strict=True)
+            if item.kind is OutputKind.USER and isinstance(value, Tensor)
+        ]
+        sources = [nodes[item.output] for item in self.trained]
+        inputs = {at for at, node in enumerate(sources) if isinstance(node, Node) and aliases.is_input(node)}
+        return inputs | aliases.overlapping(found, results)
+
+    def _hand_out(self, axes: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """What a backward does with its gradients, each of which is a share over its axis, before autograd gets them."""
+        if self._before_hand_out is not None:
+            self._before_hand_out()
+        for axis, grad in zip(axes, grads, strict=True):
+            if not self.synced and grad is not None and axis:
+                grad.mul_(self.groups.size(axis))
+
+    def summed_over(self) -> dict[nn.Parameter, str]:
+        """The axes over which the ranks' shares of each parameter's gradient add up."""
+        if not self.differentiable:
+            return {item.param: item.axis for item in self.trained}
+        return {
+            param: reduce_axis(item, self.mesh)
+            for item in self._trained_inputs()
+            for param, _ in self.weights.parameters_of(item)
+        }

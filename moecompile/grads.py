@@ -1,20 +1,23 @@
 """Gradients of cut parameters, and norms over them.
 
 A rank holds the gradients of its own experts only, so a norm over what it holds is not the model's. The gradients of cut
-parameters are therefore a light tensor subclass that answers norms with the global one; everything else treats it as a tensor.
+parameters are therefore a light tensor subclass that answers norms with the global one, tells all ranks of an overflow that one of
+them finds, and refuses other numbers over all elements. What is computed from it element by element is such a gradient, too, outside
+of optimizers; everything else treats it as a tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .compat import foreach_norm, without_torch_function
+from .compat import foreach_norm, unscale_and_check_, without_torch_function
 
 _NORMS = {
     torch.linalg.vector_norm: 1,
@@ -22,6 +25,27 @@ _NORMS = {
     torch.norm: 1,
     Tensor.norm: 1,
 }
+_ELEMENTWISE = """abs absolute neg negative square sqrt pow __pow__ mul multiply __mul__ __rmul__ div divide true_divide __truediv__
+    add __add__ __radd__ sub subtract __sub__ __rsub__ clone detach contiguous clamp clip nan_to_num sign isnan isinf isfinite eq ne gt
+    ge lt le __eq__ __ne__ __gt__ __ge__ __lt__ __le__ logical_not to type float double half bfloat16 view view_as reshape flatten
+    ravel"""
+_OVER_ALL = """sum nansum mean nanmean max amax min amin aminmax any all prod std var median count_nonzero logsumexp"""
+_JOINING = "dot vdot inner cat concat concatenate stack hstack vstack"
+
+
+def _functions(names: str) -> set[Any]:
+    return {getattr(place, name) for name, place in product(names.split(), (torch, Tensor)) if hasattr(place, name)}
+
+
+_KEPT = _functions(_ELEMENTWISE) | {Tensor.data.__get__}  # type: ignore[attr-defined]
+_NUMBERS, _JOINED = _functions(_OVER_ALL), _functions(_JOINING)
+_in_optimizer = False
+
+
+def in_optimizer(inside: bool) -> None:
+    """Optimizers see gradients as plain tensors, so that their states are plain."""
+    global _in_optimizer
+    _in_optimizer = inside
 
 
 class CutGrad(Tensor):
@@ -50,8 +74,9 @@ class CutGrad(Tensor):
             if kwargs.get("dim") is None and len(args) < 3:
                 return args[0].global_norm(_order(order))
             raise RuntimeError(
-                f"the gradient is one rank's part of a parameter, and {func.__name__} along a dim would see that part only; use "
-                f"moecompile.clip_grad_norm_(model, max_norm) or moecompile.full_grads(model)."
+                f"the gradient is one rank's part of a parameter, and {func.__name__} would see that part only; take a norm, or "
+                "moecompile.clip_grad_norm_(model, inf), which is finite where all gradients are, or moecompile.full_grads(model), or "
+                "grad.as_subclass(torch.Tensor) for the part alone."
             )
         if func is foreach_norm:
             order = _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -59,8 +84,41 @@ class CutGrad(Tensor):
                 item.global_norm(order) if isinstance(item, CutGrad) else torch.linalg.vector_norm(item, order)
                 for item in args[0]
             ]
+        if func is unscale_and_check_:
+            return _unscale(*args, **kwargs)
+        if func is Tensor.__deepcopy__:
+            return _kept(args[0].as_subclass(Tensor).clone(), args)
+        if _in_optimizer:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        over_all = func in _NUMBERS and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}
+        if over_all or func in _JOINED:
+            raise RuntimeError(
+                f"the gradient is one rank's part of a parameter, and {func.__name__} would see that part only; take a norm, which is that "
+                "of the whole, use moecompile.clip_grad_norm_(model, inf), which is finite where all gradients are, or "
+                "moecompile.full_grads(model), or grad.as_subclass(torch.Tensor) for the part alone."
+            )
         with without_torch_function():
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+        return _kept(found, args) if func in _KEPT else found
+
+
+def _kept(found: Any, args: Any) -> Any:
+    """The result of a function of elements, as the kind of gradient that it was computed from."""
+    own = next((item for item in args if isinstance(item, CutGrad)), None)
+    if own is None or not isinstance(found, Tensor) or isinstance(found, CutGrad) or found.numel() != own.numel():
+        return found
+    return CutGrad.of(found, own._group, counts=own._counts)
+
+
+def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `torch.amp.GradScaler` does with gradients, where a rank that finds an overflow says so to those that hold the other parts."""
+    with without_torch_function():
+        unscale_and_check_([item.as_subclass(Tensor) for item in grads], found_inf, inv_scale)
+    groups = {id(item._group): item._group for item in grads if isinstance(item, CutGrad)}
+    for group in groups.values():
+        if group is not None:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _order(order: Any) -> float:
@@ -84,10 +142,11 @@ def global_norm(parts: Iterable[Tensor], order: float, group: dist.ProcessGroup 
 
 
 def mark(param: nn.Parameter, group: dist.ProcessGroup | None, *, counts: bool = True) -> Any:
-    """Make every gradient that accumulates into ``param`` a CutGrad. Returns the hook's handle."""
+    """Make the gradient of ``param``, and every one that accumulates into it, a CutGrad. Returns the hook's handle."""
 
     def convert(leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, CutGrad):
             leaf.grad = CutGrad.of(leaf.grad, group, counts=counts)
 
+    convert(param)
     return param.register_post_accumulate_grad_hook(convert)  # type: ignore[no-untyped-call]

@@ -5,9 +5,9 @@ After capture the model's own code does not run again, so that nothing would com
 
 from __future__ import annotations
 
-import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,18 @@ from .capture.surroundings import names_in_code
 from .errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_SETS = (set, frozenset)
+_CONTAINERS = (dict, list, tuple, *_SETS)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_MOST_ITEMS = 64  # of a container
+_MOST_ITEMS, _DEEPEST = 64, 4  # of a container, and containers in containers
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a container held."""
+
+    kind: Any  # its type
+    items: list[tuple[Any, Any]]
 
 
 class ModelWatch:
@@ -49,32 +58,36 @@ class ModelWatch:
         ]
 
     def _note(self, name: str, held: dict[str, Any], key: str, value: Any, names: set[str], seen: set[int]) -> None:
-        if isinstance(value, (*_PLAIN, torch.Tensor)):
-            self._read.append((name, held, key, value))
-        elif isinstance(value, _CONTAINERS):
-            if len(value) <= _MOST_ITEMS and all(isinstance(item, _PLAIN) for item in _items(value)):
-                self._read.append((name, held, key, type(value)(value)))
-        elif _is_object(value) and id(value) not in seen:
-            seen.add(id(value))
-            for inner, item in _entries(vars(value), names):
-                if isinstance(item, _PLAIN):
-                    self._read.append((f"{name}.{inner}", vars(value), inner, item))
+        self._read.append((name, held, key, _snapshot(value)))
+        for inner in _objects(value):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                read = names | _names_of(type(inner))
+                for own, item in _entries(vars(inner), read):
+                    self._note(f"{name}.{own}", vars(inner), own, item, read, seen)
 
     def changes(self) -> list[str]:
-        """What the model's code reads and is not what it was, one ``name = value`` each."""
+        """What the model's code reads and is not what it was, one ``name = value`` each, in the same words on all ranks."""
         found = []
         for name, held, key, before in self._read:
             now = held.get(key, ABSENT)
-            if now is before:
-                continue
-            if isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor):
-                found.append(f"{name} is another tensor ({self._number(now)})")
-            elif key in _HOOKS:
+            if key in _HOOKS:
                 if tuple(now) != before:
                     found.append(f"{name} are others: {list(now)}")
-            elif type(now) is not type(before) or now != before:
-                found.append(f"{name} = {'nothing' if now is ABSENT else repr(now)}")
+            elif now is not before and not _alike(before, now):
+                found.append(f"{name} = {self._said(now)}")
         return found
+
+    def _said(self, value: Any, depth: int = 0) -> str:
+        """Plain values as they are written, others by a number."""
+        if value is ABSENT:
+            return "nothing"
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS and depth < _DEEPEST:
+            items = [f"{self._said(key)}: {self._said(item, depth + 1)}" for key, item in _items(value)]
+            return f"{type(value).__name__}({', '.join(sorted(items) if isinstance(value, _SETS) else items)})"
+        return f"another {type(value).__name__} ({self._number(value)})"
 
     def _number(self, value: Any) -> int:
         return self._numbers.setdefault(id(value), (value, len(self._numbers)))[1]
@@ -93,8 +106,41 @@ def _entries(held: dict[str, Any], names: set[str]) -> Iterator[tuple[str, Any]]
     return ((key, value) for key, value in held.items() if key in names and key not in INTERNAL)
 
 
-def _items(value: Any) -> Iterator[Any]:
-    return itertools.chain(value.keys(), value.values()) if isinstance(value, dict) else iter(value)
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, by key or place."""
+    if isinstance(value, dict):
+        return value.items()
+    return ((item, True) for item in value) if isinstance(value, _SETS) else enumerate(value)
+
+
+def _snapshot(value: Any, depth: int = 0) -> Any:
+    """What `_alike` compares later: a container as it is now, anything else itself."""
+    if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS and depth < _DEEPEST:
+        return _Held(type(value), [(key, _snapshot(item, depth + 1)) for key, item in _items(value)])
+    return value
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Whether a value is what a snapshot was taken of: equal if plain, else the same object."""
+    if isinstance(before, _Held):
+        if type(now) is not before.kind or len(now) != len(before.items):
+            return False
+        if issubclass(before.kind, _SETS):
+            return all(key in now for key, _ in before.items)
+        return all(
+            key == other and _alike(item, value)
+            for (key, item), (other, value) in zip(before.items, _items(now), strict=True)
+        )
+    return now is before or (isinstance(before, _PLAIN) and type(now) is type(before) and bool(now == before))
+
+
+def _objects(value: Any, depth: int = 0) -> Iterator[Any]:
+    """A value, or the items of a container, whose attributes the code may read."""
+    if _is_object(value):
+        yield value
+    elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS and depth < _DEEPEST:
+        for _, item in _items(value):
+            yield from _objects(item, depth + 1)
 
 
 def _is_object(value: Any) -> bool:

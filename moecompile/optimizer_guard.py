@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from . import grads
 from .errors import PlanError
 from .optimizer_probe import is_elementwise
 from .optimizer_state import cut_unused
@@ -55,10 +56,23 @@ def watch(state: State) -> None:
     _cuts += 1
     if not _registered:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _registered = True
 
 
 def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    _check(opt)
+    grads.in_optimizer(True)
+
+
+def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    grads.in_optimizer(False)
+
+
+def _check(opt: Optimizer) -> None:
+    for state in _states:
+        if state.unreduced and _has_any(opt, state.weights.model):
+            state.check_reduced(f"{type(opt).__name__}.step()")
     seen = (_cuts, len(opt.param_groups))
     if _looked_at.get(opt) == seen:
         return
@@ -76,6 +90,11 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
         for param, state, name in held:
             _check_state(opt, param, state, name)
     _looked_at[opt] = seen
+
+
+def _has_any(opt: Optimizer, model: nn.Module) -> bool:
+    own = {id(param) for param in model.parameters()}
+    return any(id(param) in own for group in opt.param_groups for param in group["params"])
 
 
 def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, state: State, name: str) -> None:

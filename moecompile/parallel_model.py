@@ -17,7 +17,7 @@ from . import grads, meta_init, optimizer_guard
 from .balance import Balance
 from .capture import batch_inputs
 from .compat import tree_flatten
-from .compilation import Request, check_batch, compile_call
+from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
 from .errors import CaptureError
 from .expert_copies import refuse_copies
@@ -26,13 +26,15 @@ from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
 from .plan import Plan
 from .program import Program
+from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
 from .staged import StagedCall
 from .stages import holders
 from .state import State, fill_meta, save_pretrained
+from .uneven import UnevenCall
 from .verify.order import agreement
-from .weights import Weights
+from .weights import Weights, is_share
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
@@ -72,6 +74,13 @@ class ParallelModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (
+                name == "_ddp_params_and_buffers_to_ignore"
+            ):  # all that DistributedDataParallel asks of a module before it communicates
+                raise TypeError(
+                    "a parallel model reduces its own gradients, and DistributedDataParallel around it would wait for parameters that "
+                    "other ranks hold; use it as it is (with Accelerate: prepare the optimizer and the loader, not the model)."
+                ) from None
             if name in _REFUSED:
                 raise AttributeError(
                     f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
@@ -101,7 +110,7 @@ class ParallelModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside leave this rank's share in ``.grad``; the first one outside reduces all of it."""
+        """Calls inside leave gradients of this rank alone in ``.grad``; the first backward of one outside takes the mean of all of it."""
         before, self._state.sync = self._state.sync, False
         try:
             yield
@@ -170,14 +179,14 @@ class ParallelModel(nn.Module):
         )
 
     # -- a call ------------------------------------------------------------------------------------------------------
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall | UnevenCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
         signature, error, compiled = "", None, None
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
             signature += self._changes()
-            check_batch(args, kwargs, state.plan)
+            microbatch_sizes(args, kwargs, state.plan)
         except Exception as found:
             error = found
         if state.control:
@@ -212,23 +221,29 @@ class ParallelModel(nn.Module):
         alone = plan.num_data_ranks == plan.world_size
         return plan.data_rank(rank), 0 if alone else _digest(held.values()), common
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: str) -> CompiledCall | UnevenCall:
         """Compile the call. A rank on which that fails says so to the others before any of them goes on."""
-        state, error, program = self._state, None, None
-        request = Request(args, kwargs, state.plan, state.loss_fn)
+        state, error, programs = self._state, None, list[Program]()
+        sizes = microbatch_sizes(args, kwargs, state.plan)
+        even = [number for _, number in sizes] == [state.plan.microbatches]
         try:
             shapes = {name: state.weights.global_shape(name) for name in state.weights.shapes} if state.cache else None
-            program = compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=True)
+            for rows, _ in sizes:
+                request = Request(args, kwargs, state.plan, state.loss_fn, None if even else rows)
+                first = not programs
+                programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
+                if programs[0].plan.microbatches == 1:
+                    break
         except Exception as found:
             error = found
-        text = "" if program is None else agreement(program)
+        text = "" if error is not None else "\n".join(agreement(program) for program in programs)
         if meta_init.on_meta(self.plain):
             text += f"\ntorch.initial_seed() {torch.initial_seed()}, from which the weights are drawn"
         if state.control:
             control.agree(state.groups, text, error)
         if error is not None:
             raise error
-        assert program is not None
+        program = programs[0]
         state.balance.learn(program)
         state.weights.cut(program.inputs)
         state.weights.hold(holders(program))
@@ -240,8 +255,21 @@ class ParallelModel(nn.Module):
         self._mark_cut_gradients()
         if state.watch is None:
             state.watch = ModelWatch(self.plain)
-        kind = CompiledCall if program.layout is None else StagedCall
-        return kind(program, state.groups, state.weights, synced=state.sync)
+        return self._bound(programs, sizes)
+
+    def _bound(self, programs: list[Program], sizes: list[tuple[int, int]]) -> CompiledCall | UnevenCall:
+        """What runs a call with microbatches of so many rows, and so many of each kind."""
+        state = self._state
+        kind = CompiledCall if programs[0].layout is None else StagedCall
+        finish = self._average_accumulated if state.sync else self._leave_unreduced
+        numbers = [number for _, number in sizes] if programs[0].plan.microbatches > 1 else [1]
+        calls = [
+            kind(program, state.groups, state.weights, synced=state.sync, before_hand_out=finish, parts=number)
+            for program, number in zip(programs, numbers, strict=True)
+        ]
+        if numbers == [programs[0].plan.microbatches]:
+            return calls[0]
+        return UnevenCall(calls, [rows for rows, _ in sizes])
 
     def _mark_cut_gradients(self) -> None:
         state = self._state
@@ -252,26 +280,50 @@ class ParallelModel(nn.Module):
                 counts = state.weights.counts(name)
                 state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(model) would trace the compiler
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
+        grads.in_optimizer(False)  # it may have stopped with an error
         compiled = self.prepare(args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
-        result = compiled(leaves, self._reduce_accumulated if state.sync else self._leave_unreduced)
+        result = compiled(leaves)
         state.calls += 1
         if torch.is_grad_enabled():
             state.balance.add(*compiled.counts())
         return result
 
     def _leave_unreduced(self) -> None:
-        """A backward under ``no_sync`` leaves this rank's share in ``.grad``."""
-        self._state.unreduced = True
+        """A backward under ``no_sync`` leaves in ``.grad`` what is this rank's alone."""
+        layout, groups = self._state.layout, self._state.groups
+        layout.unreduced = layout.unreduced or any(
+            groups.size(axis) > 1 for axis in self._summed_over().values() if axis
+        )
 
-    def _reduce_accumulated(self) -> None:
-        """The first backward outside ``no_sync`` reduces what was left in ``.grad``, before its own is added."""
+    def _average_accumulated(self) -> None:
+        """The first backward outside ``no_sync`` takes the mean of what was left in ``.grad``, before its own is added.
+
+        That is of every parameter that any call has trained: some may be frozen by now.
+        """
         state = self._state
-        if state.unreduced and state.latest is not None:
-            state.latest.reduce_accumulated()
-        state.unreduced = False
+        if state.layout.unreduced:
+            held = ((axis, param.grad) for param, axis in self._summed_over().items() if param.grad is not None)
+            reduce_flat(held, state.groups, mean=True)
+        state.layout.unreduced = False
+
+    def _summed_over(self) -> dict[nn.Parameter, str]:
+        return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
+
+
+def refuse_parallel(model: nn.Module) -> None:
+    """CaptureError where a model that shall be made parallel is so already, or holds a rank's share of one that is."""
+    parallel = any(isinstance(module, ParallelModel) for module in model.modules())
+    share = next((name for name, item in model.named_parameters() if is_share(item)), None)
+    if parallel or share is not None:
+        found = "a parallel model" if parallel else f"this rank's share of '{share}', which another plan has cut"
+        raise CaptureError(
+            f"{type(model).__name__}: the model to make parallel holds {found}; pass a plain model, and bring the weights in with "
+            "load_state_dict(full_state_dict(model))."
+        )
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:
@@ -284,6 +336,12 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 class _State:
     """What belongs to the wrapper and not to the model."""
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled: it holds process groups and this rank's share of the weights; save "
+            "full_state_dict(model), or model.state_dict() with torch.distributed.checkpoint."
+        )
+
     weights: Weights
     layout: State
     balance: Balance
@@ -291,12 +349,11 @@ class _State:
 
     def __init__(self, plan: Plan, mesh: Mesh, groups: ProcessGroups, loss_fn: Callable[..., Any] | None) -> None:
         self.plan, self.mesh, self.groups, self.loss_fn = plan, mesh, groups, loss_fn
-        self.cache: dict[str, CompiledCall] = {}
-        self.latest: CompiledCall | None = None
+        self.cache: dict[str, CompiledCall | UnevenCall] = {}
+        self.latest: CompiledCall | UnevenCall | None = None
         self.watch: ModelWatch | None = None
         self.marked: dict[str, Any] = {}
         self.sync = True
-        self.unreduced = False
         self.calls = 0
         self.control = True
         self._sizes: Counter[tuple[str, int]] = Counter()
@@ -334,7 +391,9 @@ def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     lines = [f"arguments {spec}"]
     for leaf in leaves:
         lines.append(
-            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)
+            f"{leaf.dtype}{list(leaf.shape)} on {leaf.device.type}{' with gradient' if leaf.requires_grad else ''}"
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
         )
     lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
     for device in ("cpu", "cuda"):

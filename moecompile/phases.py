@@ -6,8 +6,8 @@ same; in parts it gathers when a shard has changed, and reduces gradients once a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,26 +28,40 @@ from .weights import Weights, part_of
 class Phases:
     """``head`` takes parameters and returns their wholes, which are the GATHERED inputs of ``body``.
 
-    ``body`` returns the program's outputs, but where ``places`` has a hole: these come from ``tail``, whose inputs are the outputs of
-    ``body`` behind the others.
+    ``body`` returns the program's outputs except those at the places ``late``, and behind them the SAVED inputs of ``tail``, by name.
+    ``tail`` gives the outputs at the places ``reduced``: all late ones, or those of some pipeline stages.
     """
 
     body: Program
     head: Program | None = None
     tail: Program | None = None
-    late: tuple[int, ...] = field(default=())  # which outputs of the program the tail gives
+    late: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+
+    @property
+    def kept(self) -> list[int]:
+        """Which outputs of the program those of the body are; what is saved for the tail stands behind them."""
+        own = sum(item.kind is not OutputKind.SAVED for item in self.body.outputs)
+        return [at for at in range(own + len(self.late)) if at not in self.late]
 
     def finish(self, outputs: Sequence[Any], tail: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
-        """All outputs of the program, in order, from those of the body."""
+        """All outputs of the program, in order, from those of the body; None for what a tail of some stages does not give."""
         assert self.tail is not None
-        number = len(self.tail.inputs)
-        reduced, given = iter(tail(outputs[-number:])), iter(outputs[:-number])
-        total = len(outputs) - number + len(self.late)
-        return [next(reduced) if at in self.late else next(given) for at in range(total)]
+        named = {item.name: value for item, value in zip(self.body.outputs, outputs, strict=True)}
+        found = dict(zip(self.kept, outputs, strict=False))
+        found |= zip(self.reduced, tail([named[item.name] for item in self.tail.inputs]), strict=True)
+        return [found.get(at) for at in range(len(self.kept) + len(self.late))]
 
 
-def split_phases(program: Program) -> Phases:
-    """The parts of a program; all of it is ``body`` where nothing is marked."""
+def split_phases(program: Program, stages: Container[int] | None = None) -> Phases:
+    """The parts of a program; all of it is ``body`` where nothing is marked.
+
+    ``stages``: head and tail only do what these pipeline stages need. The body is that of all stages.
+    """
+
+    def is_own(node: Node) -> bool:
+        return stages is None or meta.stage(node) in stages
+
     wholes = {node: name for node in program.graph.nodes if (name := meta.whole(node)) is not None}
     late = _deferred(program.graph)
     if not wholes and not late:
@@ -60,15 +74,17 @@ def split_phases(program: Program) -> Phases:
         node: replace(by_name[name], kind=InputKind.GATHERED, name=node.name, placements=())
         for node, name in wholes.items()
     }
-    head = _part(program, list(wholes), [Output(OutputKind.SAVED, name) for name in wholes.values()], {})
+    own = [node for node in wholes if is_own(node)]
+    head = _part(program, own, [Output(OutputKind.SAVED, wholes[node]) for node in own], {})
     kept = [
         (node, item) for at, (node, item) in enumerate(zip(results, program.outputs, strict=True)) if at not in places
     ]
     saved = [(node, Output(OutputKind.SAVED, node.name)) for node in raw]
     body = _part(program, [node for node, _ in [*kept, *saved]], [item for _, item in [*kept, *saved]], gathered)
+    reduced = tuple(at for at in places if is_own(results[at]))
     given = {node: Input(InputKind.RELAYED, node.name) for node in raw}
-    tail = _part(program, [results[at] for at in places], [program.outputs[at] for at in places], given)
-    return Phases(body, head if wholes else None, tail if late else None, places)
+    tail = _part(program, [results[at] for at in reduced], [program.outputs[at] for at in reduced], given)
+    return Phases(body, head if wholes else None, tail if late else None, places, reduced)
 
 
 def _deferred(graph: Graph) -> set[Node]:

@@ -8,7 +8,6 @@ The same ranks are cut twice.  Attention side: `pp x dp x cp x tp`, tp fastest. 
 `tp*cp*dp == etp*ep*edp` gives `edp`.
 """
 
-import difflib
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,9 +17,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 from moecompile import layout as layouts
 from moecompile.errors import PlanError
-from moecompile.plan_fields import FrozenMap, to_toml
+from moecompile.plan_fields import FrozenMap, nearest, to_toml, unknown_field
 
 DEGREES = ("dp", "tp", "cp", "pp", "ep", "etp")
+# what `overrides` says of linears: whole on every rank, cut by outputs, cut by inputs
+REPLICATED, COLUMN, ROW = ROLES = ("replicate", "column", "row")
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("alltoall", "allgather", "deepep", "hybridep"),
@@ -54,11 +55,13 @@ class Plan:
 
     Degrees: `dp=None` is filled in by `resolve(world_size)`; the others default to 1.  `batch_dims` maps an
     argument name to the dim that data ranks split, or to None for an argument that is equal on all ranks;
-    `overrides` maps a module pattern to a placement.  `passes` is a whole pipeline, or `+` and passes that the usual one
+    `overrides` maps a pattern of module paths to what tp does with the linears there: "replicate", "column" or "row"; the
+    later of two that match wins.  `passes` is a whole pipeline, or `+` and passes that the usual one
     gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
     `router_dtype` and `reduce_dtype` of None keep the model's own; gradients are summed over ranks and microbatches in
-    `reduce_dtype` and rounded once.  `timeout` is in seconds.
+    `reduce_dtype` and rounded once.  `deterministic` runs steps with torch's deterministic algorithms: twice the same bits.
+    `timeout` is in seconds.
 
     Raises PlanError naming field, value, rule and the nearest legal values.
     """
@@ -84,6 +87,13 @@ class Plan:
     timeout: float = 300.0
     batch_dims: Mapping[str, int | None] = field(default_factory=FrozenMap)
     overrides: Mapping[str, str] = field(default_factory=FrozenMap)
+
+    def __new__(cls, *args: object, **values: object) -> "Plan":
+        known = [item.name for item in fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                raise unknown_field(f"Plan({name}={value!r})", name, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "microbatches"):
@@ -192,7 +202,7 @@ class Plan:
         names = list(module_names)
         for pattern in self.overrides:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = _close(pattern, names)
+                near = nearest(pattern, names) or (f"; one is called {names[-1]!r}" if names else "")
                 raise PlanError(f"Plan(overrides=...): pattern {pattern!r} matches no module of the model{near}.")
 
     def check_supported(self) -> None:
@@ -209,14 +219,6 @@ class Plan:
                 "reduce_dtype",
                 self.reduce_dtype,
                 "pipeline stages that sum gradients in their own type; leave reduce_dtype out",
-            )
-        if self.deterministic:
-            raise _unsupported(
-                "deterministic", True, "torch's own switch only; call torch.use_deterministic_algorithms(True) instead"
-            )
-        if self.overrides:
-            raise _unsupported(
-                "overrides", dict(self.overrides), "placements that follow from the plan; leave overrides out"
             )
 
     def to_toml(self) -> str:
@@ -235,7 +237,7 @@ class Plan:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise PlanError(f"Plan.from_toml: a plan has no field {name!r}{_close(name, known)}.")
+                raise unknown_field("Plan.from_toml", name, known)
         if isinstance(values.get("batch_dims"), dict):
             dims = values["batch_dims"].items()
             values["batch_dims"] = {name: None if dim == _SAME_ON_ALL_RANKS else dim for name, dim in dims}
@@ -295,7 +297,7 @@ def _check_options(plan: Plan) -> None:
         value = getattr(plan, name)
         if value not in choices:
             listed = ", ".join(repr(choice) for choice in choices)
-            near = _close(value, [choice for choice in choices if choice])
+            near = nearest(value, [choice for choice in choices if choice])
             raise PlanError(f"Plan({name}={value!r}): {name} must be one of {listed}{near}.")
     for name in _FLAGS:
         if not isinstance(getattr(plan, name), bool):
@@ -312,6 +314,11 @@ def _check_dependent_options(plan: Plan) -> None:
         raise PlanError(
             "Plan(sequence_parallel=True): sequence_parallel splits the sequence over tp ranks and tp=1; "
             "use tp >= 2, or sequence_parallel=False."
+        )
+    if plan.overrides and plan.tp == 1:
+        raise PlanError(
+            f"Plan(overrides={dict(plan.overrides)!r}): overrides say what tp does with linears and tp=1; use tp >= 2, or leave "
+            f"overrides out."
         )
     for name in ("schedule", "layout"):
         if getattr(plan, name) is not None and plan.pp == 1:
@@ -341,8 +348,11 @@ def _checked_batch_dims(value: object) -> FrozenMap[int | None]:
 def _checked_overrides(value: object) -> FrozenMap[str]:
     overrides = _frozen("overrides", value)
     for pattern, placement in overrides.items():
-        if not isinstance(placement, str) or not placement.strip():
-            raise PlanError(f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be a text, not empty.")
+        if placement not in ROLES:
+            listed = ", ".join(map(repr, ROLES))
+            raise PlanError(
+                f"Plan(overrides={{{pattern!r}: {placement!r}}}): a placement must be one of {listed}{nearest(placement, ROLES)}."
+            )
     return overrides
 
 
@@ -376,11 +386,6 @@ def _divisors(number: int) -> list[int]:
 
 def _listed(values: Iterable[int]) -> str:
     return " or ".join(str(value) for value in values)
-
-
-def _close(name: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=2)
-    return f"; nearest: {' or '.join(repr(item) for item in near)}" if near else ""
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -1,8 +1,11 @@
-"""What a plan is written in: mappings that cannot change, and TOML text."""
+"""What a plan is written in: mappings that cannot change, TOML text, and the names of its fields."""
 
+import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from moecompile.errors import PlanError
 
 V = TypeVar("V")
 
@@ -54,3 +57,19 @@ def _value(value: object) -> str:
         # JSON's escapes are TOML's, except for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=2)
+    return f"; nearest: {' or '.join(repr(item) for item in near)}" if near else ""
+
+
+def unknown_field(where: str, name: str, known: Iterable[str]) -> PlanError:
+    """The error for a field that a plan does not have."""
+    if name == "edp":
+        return PlanError(
+            f"{where}: edp, the number of copies of each expert, follows from the other degrees by tp*cp*dp == etp*ep*edp; leave it out, "
+            "choose ep, and read plan.edp."
+        )
+    near = nearest(name, known) or f"; its fields are {', '.join(known)}"
+    return PlanError(f"{where}: a plan has no field {name!r}{near}.")

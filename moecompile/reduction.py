@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ def add_up(value: Tensor, axes: Sequence[str], groups: ProcessGroups) -> None:
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) -> None:
-    """Sum each tensor in place over its axis, in the plan's type; one flat exchange per axis and dtype, in the order given."""
+def reduce_flat(tensors: Iterable[tuple[str, Tensor]], groups: ProcessGroups, *, mean: bool = False) -> None:
+    """Sum each tensor in place over its axis (or average it), in the plan's type; one flat exchange per axis and dtype, in order."""
     wanted = groups.mesh.plan.reduce_dtype
     buckets: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for axis, tensor in tensors:
@@ -40,5 +40,6 @@ def reduce_flat(tensors: Sequence[tuple[str, Tensor]], groups: ProcessGroups) ->
         flat = torch.cat([item.reshape(-1) for item in members])
         flat = flat if wanted is None else flat.to(REDUCE_DTYPES[wanted])
         dist.all_reduce(flat, group=groups.group(axis))
+        flat = flat.div_(groups.size(axis)) if mean else flat
         parts = torch.split(flat, [item.numel() for item in members])
         foreach_copy_(members, [part.view_as(item) for part, item in zip(parts, members, strict=True)])

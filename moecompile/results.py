@@ -35,11 +35,15 @@ class Results:
     def hand_out(self, item: Output, value: Tensor, parts: int, *, differentiable: bool) -> Tensor:
         """``value`` as the caller sees it; ``parts`` microbatches were joined to make it.
 
-        Where it is ``differentiable``, the gradients that ranks of one data rank pass for a whole result count once.
+        Where it is ``differentiable``, the gradients that ranks pass for a result which all of them hold whole count once: those of one
+        data rank, and of all where it is no part of the batch, such as a mean over it.
         """
         cuts = {axis: placed for axis, placed in item.placements if axis in self._axes and isinstance(placed, Shard)}
         if differentiable and value.requires_grad:
-            copies = math.prod(self.groups.size(axis) for axis in self._axes if axis not in cuts)
+            whole = [axis for axis in self._axes if axis not in cuts]
+            if not isinstance(dict(item.placements).get("dp"), Shard):
+                whole.append("dp")
+            copies = math.prod(self.groups.size(axis) for axis in whole)
             value = value if copies == 1 else _Once.apply(value, copies)  # type: ignore[no-untyped-call]
         return self._spread(value, cuts, _joined_outer(item, parts)) if cuts else value
 

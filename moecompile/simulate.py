@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .placement.types import Partial, Shard
 from .plan import Plan
 from .program import Input, InputKind, OutputKind, Program
 from .runtime.simulator import simulate
+from .simulate_stages import run_stages
 from .weights import padded, part_of, put_together
 
 
@@ -45,22 +47,25 @@ def simulate_ranks(
     """One call of every rank, node by node in lock step; the model is not changed.
 
     ``batches[r]`` is what rank r passes. ``program`` runs in place of the one compiled from the model, for a graph that was
-    rewritten or loaded. A collective that one rank misses is a VerifyError at once, not a hang.
+    rewritten or loaded. With pipeline stages each batch is cut into the plan's microbatches, which run in the schedule's order. A
+    collective or message that one rank misses is a VerifyError at once, not a hang.
     """
     plan = plan.resolve(len(batches))
-    if plan.microbatches != 1:
+    if plan.pp > 1:
+        plan.check_supported()
+    elif plan.microbatches != 1:
         raise PlanError("simulate_ranks runs one microbatch; call it once per microbatch with microbatches=1.")
-    if plan.pp != 1:
-        raise PlanError(
-            f"simulate_ranks runs one pipeline stage, but {plan} has pp={plan.pp}; use pp=1 here, or real ranks."
-        )
     calls = [split_call(batch) for batch in batches]
     if program is None:
         args, kwargs = calls[0]
         program = compile_call(copy.deepcopy(model), Request(args, kwargs, plan, loss_fn))
-    inputs = [rank_inputs(model, program, rank, tree_flatten(call)[0]) for rank, call in enumerate(calls)]
+    leaves = [tree_flatten(call)[0] for call in calls]
     with torch.no_grad():
-        results = simulate(program.graph_module, inputs, program.mesh, trace=trace)
+        if program.layout is not None:
+            results = run_stages(program, leaves, partial(_value, model, program), trace)
+        else:
+            inputs = [rank_inputs(model, program, rank, own) for rank, own in enumerate(leaves)]
+            results = simulate(program.graph_module, inputs, program.mesh, trace=trace)
     return _collect(program, results)
 
 
@@ -101,10 +106,11 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
             found.loss = values[0]
         elif output.kind is OutputKind.USER:
             for rank, value in enumerate(values):
-                found.outputs[rank][output.leaf] = value
+                if value is not None:  # else another pipeline stage has it
+                    found.outputs[rank][output.leaf] = value
         elif output.kind is OutputKind.METRIC:
-            partial = [axis for axis, placed in output.placements if isinstance(placed, Partial)]
-            terms = [values[rank] for rank in program.mesh.group_ranks(joined(partial), 0)] if partial else values[:1]
+            axes = [axis for axis, placed in output.placements if isinstance(placed, Partial)]
+            terms = [values[rank] for rank in program.mesh.group_ranks(joined(axes), 0)] if axes else values[:1]
             found.metrics[f"{output.name}.{output.what}"] = torch.stack(terms).sum(0)
         elif output.kind is OutputKind.GRAD:
             item = by_name[output.name]

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
+from . import layout as layouts
 from . import meta
 from .compat import foreach_add_
 from .compiled import CompiledCall, Trained
+from .errors import PlanError
+from .phases import Phases, split_phases
 from .program import InputKind, OutputKind, Program
 from .reduction import reduce_flat
 from .runtime.executor import Executor
@@ -26,22 +29,37 @@ _OF_A_MICROBATCH = (InputKind.BATCH, InputKind.SCALE, InputKind.SEED)
 
 
 class StagedCall(CompiledCall):
-    """Runs this rank's stages by the plan's schedule; outputs of other stages are None, their gradients and metrics zero shares."""
+    """Runs this rank's stages by the plan's schedule; outputs of other stages are None, losses and metrics zero shares."""
 
-    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, *, synced: bool = True) -> None:
-        assert program.layout is not None
-        number, mine = len(program.layout.stages), program.mesh.axis_index("pp", groups.rank)
-        own = cut_stages(program, range(mine, number, groups.size("pp")))
-        self._places = {place for stage in own for place in stage.outputs}
-        super().__init__(program, groups, weights, synced=synced)
-        self.parts = program.plan.microbatches
+    def __init__(self, program: Program, groups: ProcessGroups, weights: Weights, **options: Any) -> None:
+        super().__init__(program, groups, weights, **options)
         device = next((item.device for item in weights.model.parameters()), torch.device("cpu"))
         trains = any(item.kind is OutputKind.GRAD for item in program.outputs)
-        held = [GraphStage(stage, number, groups, device) for stage in own]
-        halves = [half for stage in own for half in (stage.forward, stage.backward) if half is not None]
+        held = [GraphStage(stage, self._number, groups, device) for stage in self._own]
+        halves = [half for stage in self._own for half in (stage.forward, stage.backward) if half is not None]
         inputs = {item.name: item for half in halves for item in half.program.inputs}
         self._read = [item for item in inputs.values() if item.kind is not InputKind.RELAYED]
-        self.pipeline = Pipeline(held, groups, program.plan.schedule or "1f1b", self.parts, trains)
+        self.pipeline = Pipeline(held, groups, self._schedule(), self.parts, trains)
+
+    def _schedule(self) -> str:
+        """The plan's schedule, or GPipe for a number of microbatches that it does not run."""
+        plan = self.program.plan
+        try:
+            layouts.check_plan(plan.pp, plan.layout, plan.schedule, self.parts)
+        except PlanError:
+            return "gpipe"
+        return plan.schedule or "1f1b"
+
+    def _split(self) -> Phases:
+        """Gathers and reductions of this rank's stages; ``_places`` are the outputs of the program that this rank computes."""
+        assert self.program.layout is not None
+        self._number, mine = len(self.program.layout.stages), self.mesh.axis_index("pp", self.groups.rank)
+        own = range(mine, self._number, self.groups.size("pp"))
+        phases = split_phases(self.program, own)
+        self._own = cut_stages(phases.body, own)
+        given = {at for stage in self._own for at in stage.outputs}
+        self._places = {place for at, place in enumerate(phases.kept) if at in given} | set(phases.reduced)
+        return phases
 
     def _bind(self) -> Executor | None:
         """Every rank makes the groups of all stages, in one order."""
@@ -65,40 +83,50 @@ class StagedCall(CompiledCall):
         found = [item for item in super()._find_trained() if item.output in held]
         return [item if held[item.output] else replace(item, place=-1) for item in found]
 
-    def _run_all(self, leaves: Sequence[Any]) -> list[Any]:
-        feed = self._feed(leaves)
-        found: dict[int, list[Any]] = {place: [None] * self.parts for place in self._places}
+    def run_all(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> list[Any]:
+        if self.kept is not None:
+            self.kept.refresh()
+        feed, items = self._feed(chunks, scales), self.phases.body.outputs
+        found: dict[int, list[Any]] = {
+            at: [None] * self.parts for stage in self._own for at in stage.outputs if items[at].kind is OutputKind.USER
+        }
         totals: dict[int, Tensor] = {}
 
-        def collect(at: int, values: dict[int, Any]) -> None:
-            known = [place for place in values if place in totals]
-            for place in values:
-                if self.program.outputs[place].kind is OutputKind.USER:
-                    found[place][at] = values[place]
-                elif place not in totals:
-                    totals[place] = values[place].clone()
+        def collect(chunk: int, values: dict[int, Any]) -> None:
+            known = [at for at in values if at in totals]
+            for at in values:
+                if at in found:
+                    found[at][chunk] = values[at]
+                elif at not in totals:
+                    totals[at] = values[at].clone()
             if known:
-                foreach_add_([totals[place] for place in known], [values[place] for place in known])
+                foreach_add_([totals[at] for at in known], [values[at] for at in known])
 
         self.pipeline.run(feed, collect)
-        outputs: list[Any] = []
-        for place, (node, item) in enumerate(zip(self.program.output_nodes(), self.program.outputs, strict=True)):
-            if item.kind is OutputKind.USER:
-                values = found.get(place)
-                outputs.append(None if values is None else values[0] if self.parts == 1 else self._join(item, values))
-            else:
-                outputs.append(totals.get(place, self._zeros(node)))
+        outputs: list[Any] = [totals.get(at) for at in range(len(items))]
+        for at, values in found.items():
+            outputs[at] = values[0] if self.parts == 1 else self.join(items[at], values)
+        if self.reduction is not None:
+            outputs = self.phases.finish(outputs, self.reduction)
+        self._fill(outputs)
         self._finish(outputs)
         return outputs
 
-    def _feed(self, leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    def _fill(self, outputs: list[Any]) -> None:
+        """Zero shares of what is summed over stages and computed on others: losses, metrics, gradients of tied parameters."""
+        tied = {place for places in self._gradients().values() if len(places) > 1 for place in places}
+        for place, (node, item) in enumerate(zip(self.program.output_nodes(), self.program.outputs, strict=True)):
+            if outputs[place] is None and (item.kind in (OutputKind.LOSS, OutputKind.METRIC) or place in tied):
+                outputs[place] = self._zeros(node)
+
+    def _feed(self, chunks: Sequence[Sequence[Any]], scales: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What this rank's stages read, by microbatch and name; weights are looked up once for all of them."""
-        shared = {item.name: self._value(item, leaves, {}) for item in self._read if item.kind not in _OF_A_MICROBATCH}
+        shared = {item.name: self._value(item, (), {}) for item in self._read if item.kind not in _OF_A_MICROBATCH}
         own = [item for item in self._read if item.kind in _OF_A_MICROBATCH]
         found = []
-        for part, scales in self._microbatches(leaves):
+        for chunk in chunks:
             known = scales | self._seeds()
-            found.append(shared | {item.name: self._value(item, part, known) for item in own})
+            found.append(shared | {item.name: self._value(item, chunk, known) for item in own})
         return found
 
     def _zeros(self, node: Any) -> Any:

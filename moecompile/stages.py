@@ -87,7 +87,7 @@ class _Cutter:
         self.back: set[Node] = set()  # nodes of the backward
         self.free: set[Node] = set()  # forward nodes that depend on no parameter
         self.stage: dict[Node, int] = {}
-        params = {node for node, item in program.items() if item.kind is InputKind.PARAM}
+        params = {node for node, item in program.items() if item.kind in (InputKind.PARAM, InputKind.GATHERED)}
         weighted = set(params)
         for node in program.graph.nodes:
             if node.op in ("placeholder", "output"):

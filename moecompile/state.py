@@ -35,10 +35,19 @@ class State:
         self.weights, self.groups = weights, groups
         self._meshes: dict[tuple[str, str], DeviceMesh] = {}
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
+        self.unreduced = False  # whether gradients of calls under no_sync are still those of this rank alone
 
     def use(self, groups: ProcessGroups) -> None:
         """Communicate over other groups, for a model that was moved to another kind of device."""
         self.groups, self._meshes = groups, {}
+
+    def check_reduced(self, what: str) -> None:
+        """RuntimeError where ``what`` would take gradients of this rank alone for the model's."""
+        if self.unreduced and any(param.grad is not None for param in self.weights.model.parameters()):
+            raise RuntimeError(
+                f"{what} came while .grad still holds what each rank computed alone, for a call under no_sync(); make the last call before "
+                "it, forward and backward, outside of no_sync(), or set the gradients to None."
+            )
 
     # -- parts to global shapes, without communication ---------------------------------------------------------------
     def spread(self, name: str, local: Tensor) -> Tensor:
@@ -259,7 +268,7 @@ def full_gradients(state: State) -> dict[str, Tensor | None]:
     Raises CaptureError on all ranks if they do not have gradients of the same parameters.
     """
     grads = {name: param.grad for name, param in state.weights.model.named_parameters()}
-    held = {name: grad for name, grad in grads.items() if grad is not None}
+    held = {name: grad.as_subclass(Tensor) for name, grad in grads.items() if grad is not None}
     control.agree(state.groups, "\n".join(f"a gradient of {name}" for name in held))
     wholes = state.gather(held)
     return {name: wholes.get(name) for name in grads}

@@ -107,7 +107,7 @@ class Weights:
             for name in found:
                 tensor = find(self.model, name)
                 if not self.holds(name) and tensor.numel():
-                    tensor.data = tensor.data.new_empty(0)
+                    _empty(tensor)
 
     def holds(self, name: str) -> bool:
         """Whether this rank's pipeline stages read a weight."""
@@ -185,11 +185,20 @@ class Weights:
 
     def _cut_data(self, name: str, cut: Cut) -> None:
         tensor = find(self.model, name)
+        grad, tensor.grad = tensor.grad, None
         self._note(name, cut)
+        if any(self.mesh.size(axis) > 1 for axis in cut.axes.split("+")):
+            tensor.__dict__[_SHARE] = True
         if cut.parts:
             # contiguous, or a copy of it onto itself would look like one onto another part of the same memory
             part = cut.part(tensor.data, self.mesh, self.rank)
             tensor.data = part.clone(memory_format=torch.contiguous_format)
+            grad = (
+                None
+                if grad is None
+                else cut.part(grad, self.mesh, self.rank).clone(memory_format=torch.contiguous_format)
+            )
+        tensor.grad = grad
 
     def _stack(self, item: Input, placed: list[tuple[str, Shard]]) -> None:
         """Each expert lies on one rank of the axis that cuts the stack's own dim, and is cut over the others."""
@@ -207,8 +216,7 @@ class Weights:
         self._sizes[item.fqns] = item.local_shape(self.mesh)[1:]
         self._restack(item.fqns)
         for name in set(item.fqns) - set(self.local_names(item.fqns)):
-            tensor = find(self.model, name)
-            tensor.data = tensor.data.new_empty(0)
+            _empty(find(self.model, name))
 
     def _note(self, name: str, cut: Cut) -> None:
         """Tied weights are cut once and known as cut under all their names."""
@@ -291,6 +299,22 @@ def find(model: nn.Module, name: str) -> Tensor:
     if found is None:
         raise CaptureError(f"the model has lost its weight '{name}' since it was captured; parallelize it again.")
     return found
+
+
+_SHARE = "_moecompile_share"
+
+
+def is_share(tensor: Tensor) -> bool:
+    """Whether a plan has left this rank a part of the tensor."""
+    return _SHARE in tensor.__dict__
+
+
+def _empty(tensor: Tensor) -> None:
+    """Take a weight's data, and its gradient's, where other ranks hold them."""
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.new_empty(0)
+    tensor.__dict__[_SHARE] = True
+    tensor.grad = None if grad is None else grad.new_empty(0)
 
 
 def parameter(model: nn.Module, name: str) -> nn.Parameter:

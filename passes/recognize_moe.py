@@ -24,6 +24,7 @@ from moecompile.recognition import ACCEPTED, find_layers
 from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
 from moecompile.recognition.rowwise import is_linear
+from moecompile.recognition.several_factors import as_pairs
 from moecompile.recognition.unjoin import unjoin
 from moecompile.recognition.unrouted import Unrouted, find_lookups, find_parallel
 from moecompile.recognition.write import Writer
@@ -46,6 +47,7 @@ class RecognizeMoe(Pass):
             if permute.name not in known:
                 program.layers.append(_canonical_record(permute, dict(program.items())))
         as_products(graph.graph, ctx.mode)
+        as_pairs(graph.graph, ctx.mode)
         unjoin(graph.graph, ctx.mode)
         unrouted: list[Unrouted] = []
         layers = find_layers(graph.graph, dict(program.items()), program.constants, unrouted)

@@ -24,7 +24,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from moecompile import graph as graphs
 from moecompile import meta, ops
-from moecompile.errors import PassError
 from moecompile.mesh import joined
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.types import Shard
@@ -85,10 +84,11 @@ class _Member:
 
 @dataclass
 class _Bucket:
-    """Parameters that travel together: of one axis and type, used one after another."""
+    """Parameters that travel together: of one axis, type and pipeline stage, used one after another."""
 
     axis: str
     ranks: int
+    stage: int | None
     members: list[_Member] = field(default_factory=list)
 
 
@@ -114,11 +114,6 @@ class ShardParams(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATING
 
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
-        if ctx.plan.pp > 1:
-            raise PassError(
-                f"shard-params: the plan has pp={ctx.plan.pp}, and parameters of pipeline stages have no shards; use pp=1, or leave "
-                "shard-params out."
-            )
         members = self._cut(ctx)
         if not members:
             return 0
@@ -160,15 +155,16 @@ class ShardParams(Pass):
         """Parameters that travel together, in the order in which the program first reads them."""
         place = {node: at for at, node in enumerate(graph.nodes)}
         used = [(min(node.users, key=place.__getitem__), node) for node in members if node.users]
-        open_: dict[tuple[str, torch.dtype], tuple[Any, int, _Bucket]] = {}
+        open_: dict[tuple[str, torch.dtype, int | None], tuple[Any, int, _Bucket]] = {}
         found = []
         for user, node in sorted(used, key=lambda pair: (place[pair[0]], place[pair[1]])):
             axis, member = members[node]
-            key = axis, meta.tensor(node).dtype
+            stage = meta.stage(node)
+            key = axis, meta.tensor(node).dtype, stage
             layer, filled, bucket = open_.get(key, (None, 0, None))
             here = meta.layer(user) or "" if not self.bucket_mb else ""
             if bucket is None or here != layer or (self.bucket_mb and filled + member.bytes > self.bucket_mb << 20):
-                filled, bucket = 0, _Bucket(axis, member.ranks)
+                filled, bucket = 0, _Bucket(axis, member.ranks, stage)
                 found.append(bucket)
             bucket.members.append(member)
             open_[key] = here, filled + member.bytes, bucket
@@ -191,7 +187,8 @@ class ShardParams(Pass):
             read = [member for member in bucket.members if users[member.node]]
             before = due[max(0, at - self.prefetch)][0]
             with graph.inserting_before(before):
-                wholes = _gathered(graph, bucket, read, _maker(graph, before, half or meta.Direction.FORWARD, ctx))
+                make = _maker(graph, before, bucket.stage, half or meta.Direction.FORWARD, ctx)
+                wholes = _gathered(graph, bucket, read, make)
             for member, whole in zip(read, wholes, strict=True):
                 if half is None:
                     meta.set_whole(whole, member.node.name)
@@ -212,7 +209,7 @@ class ShardParams(Pass):
             last = max(grads, key=place.__getitem__)
             late = self.level_ == 1
             with graph.inserting_before(graph.output_node() if late else last.next):
-                make = _maker(graph, last, meta.Direction.BACKWARD, ctx, late=late)
+                make = _maker(graph, last, bucket.stage, meta.Direction.BACKWARD, ctx, late=late)
                 shards = _scattered(graph, bucket, members, grads, make)
             for member, shard in zip(members, shards, strict=True):
                 results[at_of[member.node.name]] = shard
@@ -246,7 +243,10 @@ def cut_dim(shape: tuple[int, ...], ranks: int, first: int = 0, taken: frozenset
 
 
 def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
-    """Let the backward compute views and casts of a weight itself, so that nothing gathered lives from one half to the other."""
+    """Let the backward compute views and casts of a weight itself, so that nothing gathered lives from one half to the other.
+
+    What one pipeline stage makes of a weight and another one reads is sent as any activation is.
+    """
     weights, derived = set(members), set[Node]()
     copies: dict[Node, Node] = {}
 
@@ -264,7 +264,7 @@ def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and meta.direction(node) is meta.Direction.BACKWARD:
             for source in node.all_input_nodes:
-                if source in derived:
+                if source in derived and meta.stage(source) == meta.stage(node):
                     node.replace_input_with(source, copy(source, node))
         elif node.target in _CHEAP or getattr(node.target, "__name__", "") == "getitem":
             sources = node.all_input_nodes
@@ -272,12 +272,15 @@ def _repeat_for_backward(graph: Graph, members: Iterable[Node]) -> None:
                 derived.add(node)
 
 
-def _maker(graph: Graph, like: Node, direction: meta.Direction, ctx: PassContext, *, late: bool = False) -> Any:
-    """Makes nodes that belong to the module of ``like`` and to one half of the step; ``late``: behind its last microbatch."""
+def _maker(
+    graph: Graph, like: Node, stage: int | None, direction: meta.Direction, ctx: PassContext, *, late: bool = False
+) -> Any:
+    """Makes nodes that belong to the module of ``like``, to a stage and to one half of the step; ``late``: behind its last microbatch."""
 
     def make(target: Any, *args: Any, **kwargs: Any) -> Node:
         made = graphs.call(graph, target, *args, like=like, mode=ctx.mode, **kwargs)
         meta.set_direction(made, direction)
+        meta.set_stage(made, stage)
         if late:
             meta.defer(made)
         return made

@@ -55,7 +55,21 @@ class _Stop:
         )
 
 
-_Run = Generator[_Stop, Tensor, Any]
+@dataclass(frozen=True)
+class Awaited:
+    """A rank that waits for a message, which another one puts into ``box`` under ``key``."""
+
+    rank: int
+    key: tuple[Any, ...]
+    box: dict[tuple[Any, ...], Any]
+    said: str
+    group: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.said}"
+
+
+Run = Generator[_Stop | Awaited, Tensor, Any]
 
 
 def simulate(
@@ -81,11 +95,15 @@ def simulate(
             f"{len(inputs_per_rank)} lists of inputs were given; pass one of each per rank, or one graph for "
             "all."
         )
-    runs = [_run(graph, inputs_per_rank[rank], rank, mesh, trace) for rank, graph in enumerate(graphs)]
-    waiting: dict[int, _Stop] = {}
+    return finished([run(graph, inputs_per_rank[rank], rank, mesh, trace) for rank, graph in enumerate(graphs)])
+
+
+def finished(runs: Sequence[Run]) -> list[Any]:
+    """The results of all ranks' coroutines, in rank order; VerifyError where none of them can go on."""
+    waiting: dict[int, _Stop | Awaited] = {}
     results: dict[int, Any] = {}
-    answers: dict[int, Tensor | None] = dict.fromkeys(range(world_size))
-    while len(results) < world_size:
+    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(runs)))
+    while len(results) < len(runs):
         for rank, answer in answers.items():
             try:
                 waiting[rank] = runs[rank].send(answer)  # type: ignore[arg-type]  # the first send of a generator is None
@@ -94,10 +112,10 @@ def simulate(
         answers = _meet(waiting)
         if not answers and waiting:
             raise _deadlock(waiting, results)
-    return [results[rank] for rank in range(world_size)]
+    return [results[rank] for rank in range(len(runs))]
 
 
-def _run(graph_module: GraphModule, inputs: Sequence[Any], rank: int, mesh: Mesh, trace: Trace | None) -> _Run:
+def run(graph_module: GraphModule, inputs: Sequence[Any], rank: int, mesh: Mesh, trace: Trace | None) -> Run:
     """Execute one rank's graph; yields at collectives, is sent their results, returns the output."""
     nodes = list(graph_module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -149,18 +167,24 @@ def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
 
 
 # collectives of equal parts, whose second argument is the size of the group
-_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all)
+_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all, ops.rotate)
 
 
-def _meet(waiting: dict[int, _Stop]) -> dict[int, Tensor | None]:
-    """Do every collective whose group is complete: its ranks leave ``waiting`` and get their results."""
+def _meet(waiting: dict[int, _Stop | Awaited]) -> dict[int, Tensor | None]:
+    """Do every collective whose group is complete, and hand out messages: its ranks leave ``waiting`` and get their results."""
     answers: dict[int, Tensor | None] = {}
     for rank in sorted(waiting):
         if rank not in waiting:  # it went with an earlier rank of its group
             continue
-        group = waiting[rank].group
+        stop = waiting[rank]
+        if isinstance(stop, Awaited):
+            if stop.key in stop.box:
+                answers[rank] = stop.box.pop(stop.key)
+                del waiting[rank]
+            continue
+        group = stop.group
         if all(peer in waiting and waiting[peer].group == group for peer in group):
-            stops = [waiting.pop(peer) for peer in group]
+            stops = [found for peer in group if isinstance(found := waiting.pop(peer), _Stop)]
             _check_fit(stops)
             answers.update(zip(group, _COLLECTIVES[stops[0].op](stops), strict=True))
     return answers
@@ -188,16 +212,19 @@ def _check_fit(stops: list[_Stop]) -> None:
         )
 
 
-def _deadlock(waiting: dict[int, _Stop], results: dict[int, Any]) -> VerifyError:
+def _deadlock(waiting: dict[int, _Stop | Awaited], results: dict[int, Any]) -> VerifyError:
     lines = []
     for _, stop in sorted(waiting.items()):
+        if isinstance(stop, Awaited):
+            lines.append(str(stop))
+            continue
         absent = [peer for peer in stop.group if peer not in waiting or waiting[peer].group != stop.group]
         lines.append(f"{stop}, waits for rank {', '.join(map(str, absent))}")
     if results:
         lines.append(f"rank {', '.join(map(str, sorted(results)))} has finished")
     return VerifyError(
         f"simulate: deadlock, no collective has all its ranks: {'; '.join(lines)}. Some rank lacks a "
-        "collective or has one too many."
+        "collective or message, or has one too many."
     )
 
 
@@ -292,11 +319,17 @@ def _all_to_all(stops: list[_Stop]) -> list[Tensor]:
     return [torch.cat([source[i] for source in parts], concat_dim) for i in range(len(stops))]
 
 
+def _rotate(stops: list[_Stop]) -> list[Tensor]:
+    steps = int(stops[0].args[2])
+    return [stops[(at - steps) % len(stops)].x.clone() for at in range(len(stops))]
+
+
 _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.all_reduce: _all_reduce,
     ops.all_gather: _all_gather,
     ops.reduce_scatter: _reduce_scatter,
     ops.all_to_all: _all_to_all,
+    ops.rotate: _rotate,
     ops.exchange_counts: _exchange_counts,
     ops.dispatch: _exchange,
     ops.combine: _exchange,

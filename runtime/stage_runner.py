@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from moecompile.compat import without_autocast
 from moecompile.errors import VerifyError
@@ -222,6 +222,7 @@ class Pipeline:
         loss_fn = (lambda output, target: output) if self.trains else None
         if len(self.stages) > 1:
             stages: Any = self.stages
-            return ScheduleInterleaved1F1B(stages, self.microbatches, loss_fn=loss_fn, scale_grads=False)
+            several = ScheduleLoopedBFS if self.schedule == "gpipe" else ScheduleInterleaved1F1B
+            return several(stages, self.microbatches, loss_fn=loss_fn, scale_grads=False)
         kind = ScheduleGPipe if self.schedule == "gpipe" or not self.trains else Schedule1F1B
         return kind(first, self.microbatches, loss_fn=loss_fn, scale_grads=False)

@@ -1,6 +1,6 @@
 """Capture: a user's model and one call become one flat functional graph."""
 
-from moecompile.capture.batch import batch_inputs, globalize
+from moecompile.capture.batch import batch_inputs, globalize, leaf_names
 from moecompile.capture.capture import capture_model
 from moecompile.capture.captured import Captured
 from moecompile.capture.compare import compare_capture, log_left_out
@@ -13,6 +13,7 @@ __all__ = [
     "capture_model",
     "compare_capture",
     "globalize",
+    "leaf_names",
     "log_left_out",
     "mark_moe",
     "note_local_numbers",

@@ -40,17 +40,17 @@ def errors_explained(model: str) -> Iterator[None]:
         raise
     except GuardOnDataDependentSymNode as error:
         raise CaptureError(
-            f"{raising_line(error)}: a branch, a size or a number depends on tensor values, which are not known "
+            f"{raising_line(error) or model}: a branch, a size or a number depends on tensor values, which are not known "
             f"when the model is captured; use torch.where or masks, or decide it outside the model."
         ) from error
     except UnsupportedOperatorException as error:
         raise CaptureError(
-            f"{raising_line(error)}: {error.func} says nothing of the shape of its result, so that it cannot be captured; register it "
-            f"with torch.library.register_fake, or mark the layer with mc.mark_moe."
+            f"{raising_line(error) or model}: {error.func} says nothing of the shape of its result, so that it cannot be captured; "
+            f"register it with torch.library.register_fake, or mark the layer with mc.mark_moe."
         ) from error
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(
-            f"{raising_line(error)}: capture of {model} stopped with {type(error).__name__}: {first}; check that the "
+            f"{raising_line(error) or model}: capture of {model} stopped with {type(error).__name__}: {first}; check that the "
             f"plain model runs on these inputs, and report what it uses here if it does."
         ) from error

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_CAPTURE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# What a user types at a prompt, pipes in or executes as text; any other name in brackets stands for generated code.
+_TYPED = ("<stdin>", "<string>", "<console>", "<ipython-input", "<python-input", "<doctest")
 
 
 def is_user_file(path: str) -> bool:
     """Whether ``path`` is neither torch, nor this package, nor generated code."""
-    return not path.startswith((_TORCH, _CAPTURE, "<")) and "contextlib" not in os.path.basename(path)
+    if path.startswith("<"):
+        return path.startswith(_TYPED)
+    return not path.startswith((_TORCH, _PACKAGE)) and "contextlib" not in os.path.basename(path)
 
 
 def current_line() -> str:
@@ -38,7 +42,7 @@ def asked_by_user() -> bool:
 
 
 def _is_passed_on(path: str) -> bool:
-    return path.startswith(_CAPTURE) or path in (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
+    return path.startswith(_PACKAGE) or path in (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py")
 
 
 def raising_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from moecompile import api
 from moecompile.errors import CaptureError
+from moecompile.phases import split_phases
 from moecompile.program import InputKind, Program
 from moecompile.stages import Relayed, cut_stages
 
@@ -133,7 +134,8 @@ def _stages(program: Program) -> list[dict[str, Any]]:
     if program.layout is None:
         return []
     found = []
-    for stage in cut_stages(program):
+    bodies = cut_stages(split_phases(program).body)  # without what is gathered once a step
+    for stage, body in zip(cut_stages(program), bodies, strict=True):
         held = {item.fqns: item for item in stage.forward.program.inputs if item.kind is InputKind.PARAM}
         found.append(
             {
@@ -143,7 +145,7 @@ def _stages(program: Program) -> list[dict[str, Any]]:
                 "parameters": sum(math.prod(item.local_shape(program.mesh)) for item in held.values()),
                 "sends": [_sent(item) for item in stage.sent],
                 "sends_back": [_sent(item) for item in stage.sent_grads],
-                "saves": len(stage.saved),
+                "saves": len(body.saved),
             }
         )
     return found

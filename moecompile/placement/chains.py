@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from .. import meta, ops
 from ..compat import FakeTensorMode
 from ..errors import PassError
+from ..plan import COLUMN, ROW
 from .sharder import Sharder
 from .table import sharder
 from .types import REPLICATE, Shard
@@ -68,17 +69,20 @@ class Chain:
         yield self.last.weight, Shard(self.last.in_dim)
 
 
+def products(graph: Graph, params: set[Node]) -> list[Linear]:
+    """Every product with a weight that is one of ``params``, whoever else reads it."""
+    found = map(_linear, graph.nodes)
+    return [linear for linear in found if linear is not None and linear.weight in params]
+
+
 def linears(graph: Graph, params: set[Node], also: tuple[Any, ...] = ()) -> dict[Node, Linear]:
     """Every linear of the graph whose weight is one of ``params``, read by it alone, or else by calls of ``also``."""
     found: dict[Node, Linear] = {}
-    for node in graph.nodes:
-        linear = _linear(node)
-        if linear is None or linear.weight not in params:
-            continue
-        if any(user is not node and user.target not in also for user in linear.weight.users):
+    for linear in products(graph, params):
+        if any(user is not linear.node and user.target not in also for user in linear.weight.users):
             continue
         if linear.bias is None or (linear.bias in params and len(linear.bias.users) == 1):
-            found[node] = linear
+            found[linear.node] = linear
     return found
 
 
@@ -99,25 +103,22 @@ def _linear(node: Node) -> Linear | None:
     return Linear(node, source, weight, bias, *dims) if plain and isinstance(source, Node) else None
 
 
-def find_chains(
-    graph: Graph, params: set[Node], differentiated: set[Node], axis: str, ranks: int, mode: FakeTensorMode
-) -> list[Chain]:
-    """Chains that can be cut into ``ranks`` parts; no linear is in two of them.
+def find_chains(trial: Trial, params: set[Node], roles: Mapping[Node, str]) -> list[Chain]:
+    """Chains that the ranks can cut; no linear is in two of them, and none has another part in one than ``roles`` say.
 
     From the end of the graph to its beginning: where three linears follow one another (low-rank projections before attention) the
-    last two make the chain, which is the one with the heads. ``differentiated``: values that gradients flow through.
+    last two make the chain, which is the one with the heads.
     """
-    known = linears(graph, params)
+    known = linears(trial.graph, params)
     used: set[Node] = set()
     found = []
     for node, linear in reversed(known.items()):
-        if node in used or meta.tensor(linear.weight).shape[linear.in_dim] % ranks:
+        if node in used or roles.get(node, ROW) != ROW or meta.tensor(linear.weight).shape[linear.in_dim] % trial.ranks:
             continue
         between, sources = before(linear.source, known)
-        free = [known[source] for source in sources if source not in used]
+        free = [known[source] for source in sources if source not in used and roles.get(source, COLUMN) == COLUMN]
         if not free or len(between) > _MOST_BETWEEN:
             continue
-        trial = Trial(graph, differentiated, axis, ranks, mode)
         chain = _try(linear, free, between, trial)
         if chain is not None:
             found.append(chain)
@@ -200,7 +201,10 @@ def _passes(node: Node, target: Node) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs the rules over a part of the graph, to see where a cut of parameters leads."""
+    """Runs the rules over a part of the graph, to see where a cut of parameters leads.
+
+    ``differentiated``: values that gradients flow through.
+    """
 
     graph: Graph
     differentiated: set[Node]

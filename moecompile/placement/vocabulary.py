@@ -74,9 +74,11 @@ def _picked(walk: Walk, node: Node, scores: Node, target: Node, axis: str, dim: 
     found = walk.call(
         aten.gather.default, scores, dim, walk.call(aten.unsqueeze.default, safe, dim, like=node), like=node
     )
+    rows = walk.call(aten.squeeze.dim, found, dim, like=node)
+    others = walk.call(aten.logical_not.default, own, like=node)
     return _as_share(
-        walk.call(aten.mul.Tensor, walk.call(aten.squeeze.dim, found, dim, like=node), own, like=node), axis
-    )
+        walk.call(aten.masked_fill.Scalar, rows, others, 0.0, like=node), axis
+    )  # no product: 0 * -inf is NaN
 
 
 def emit_lookup(walk: Walk, node: Node, decisions: Mapping[str, Decision], axis: str) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from ..compat import (
     FakeTensorMode,
     OpOverload,
     TracingContext,
+    functionalized,
     get_proxy_mode,
     make_fx,
     setup_stacktrace_preservation_hooks,
@@ -26,6 +27,7 @@ from ..compat import (
     tree_flatten,
     without_new_symbols,
 )
+from ..errors import PassError
 from .segments import Segment
 
 aten = torch.ops.aten
@@ -96,16 +98,34 @@ def trace(segment: Segment, inputs: Sequence[bool], seeds: Sequence[bool], mode:
 
     leaves = [_leaf(node, need, mode) for node, need in zip(segment.inputs, inputs, strict=True)]
     cotangents = [_leaf(node, False, mode) for node in seeded]
-    context = TracingContext(mode)
-    with (
-        mode,
-        tracing(context),
-        preserve_node_meta(),
-        torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(False),
-    ):
-        traced = make_fx(joint)(leaves, cotangents)
-    return _read(segment, traced.graph, inputs, len(leaves), early)
+
+    def record(function: Callable[..., Any]) -> Graph:
+        early.clear()
+        with (
+            mode,
+            tracing(TracingContext(mode)),
+            preserve_node_meta(),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            return make_fx(function)(leaves, cotangents).graph
+
+    graph = record(joint)
+    if _writing(graph) is not None:  # formulas of some gradients fill a tensor of their own in place
+        graph = record(functionalized(joint))
+    node = _writing(graph)
+    if node is not None:
+        raise PassError(
+            f"differentiate: {meta.where(node)} writes in place in its gradient ({node.target}), which has no functional form; rewrite "
+            "the line with other operations, or run it in a torch.autograd.Function whose backward writes nothing in place."
+        )
+    return _read(segment, graph, inputs, len(leaves), early)
+
+
+def _writing(graph: Graph) -> Node | None:
+    """The first node that changes a tensor in place."""
+    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
+    return next((node for node in calls if node.target._schema.is_mutable), None)
 
 
 def _current_graph() -> Graph:

@@ -153,7 +153,7 @@ def _reduction(node: Node) -> str:
 
 
 def _params_sharded(program: Program) -> None:
-    """Nothing but a gather reads a shard."""
+    """Nothing but a gather reads a shard, and its gradient is summed and scattered once, before whatever else sums it."""
     for start, item in program.items():
         axes = [axis for axis, placed in item.placements if isinstance(placed, Shard) and data_axes(axis)]
         todo = list(start.users) if axes and item.kind is InputKind.PARAM else []
@@ -164,6 +164,19 @@ def _params_sharded(program: Program) -> None:
             elif node.target is not ops.all_gather or axis_of(node) != axes[-1]:
                 raise fault(
                     node, f"reads {item.name}, of which this rank holds a shard over {axes[-1]}; gather it there first"
+                )
+    inputs = {item.name: item for item in program.inputs}
+    for found, output in zip(program.output_nodes(), program.outputs, strict=True):
+        if output.kind is OutputKind.GRAD and isinstance(found, Node):
+            sums = [node for node in reductions(found) if node.target is ops.reduce_scatter]
+            seen = [_reduction(node) for node in sums if data_axes(axis_of(node))]
+            cuts = [axis for axis, placed in inputs[output.name].placements if isinstance(placed, Shard)]
+            wanted = [f"scattered sum over {axis}" for axis in cuts if data_axes(axis)]
+            if seen != wanted:
+                raise fault(
+                    found,
+                    f"is the gradient of {output.name}, of which this rank holds a shard: {' of '.join(seen) or 'not reduced'}, one "
+                    f"{' of '.join(wanted) or 'sum over nothing'} is due; scatter it once",
                 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..compat import HigherOrderOperator
+from ..compat import HigherOrderOperator, OpOverload
 from ..errors import VerifyError
 from ..graph import symbolic_sizes
 from ..program import Program
@@ -46,6 +46,10 @@ def _check_nodes(program: Program) -> None:
                 node,
                 f"calls {node.target}, whose branches may differ between ranks; write it as straight-line ops",
             )
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise fault(
+                node, f"writes in place ({node.target}), which no pass follows; use the form that returns a new tensor"
+            )
 
 
 def _check_symbols(program: Program) -> None:
@@ -58,6 +62,9 @@ def _check_symbols(program: Program) -> None:
         if isinstance(found, torch.SymInt):
             defined |= found.node.expr.free_symbols
             continue
+        if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
+            for size in symbolic_sizes(found):  # rows chosen by a mask: their number comes with them
+                defined |= size.node.expr.free_symbols
         for size in symbolic_sizes(found):
             missing = size.node.expr.free_symbols - defined
             if missing:

@@ -18,38 +18,15 @@ from torch import Tensor, nn
 
 import moecompile as mc
 from moecompile import meta, ops
-from moecompile.capture import Captured
-from moecompile.compilation import Request, capture, compile_call
+from moecompile.compilation import Request, compile_call
 from moecompile.errors import CaptureError, PassError
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.program import InputKind, Program
-from tests.support.captured_call import copied
+from tests.support.capture_memo import captured_once
 from tests.support.models import Config, build, choose, push_to, tokens
 from tests.support.parity import LockStep, compare, plain
 from tests.support.pool import Ranks
-
-
-@pytest.fixture(autouse=True)
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a small plan's time is the capture, which is the same for every plan with the same global batch: taken once, copied
-    for each."""
-    monkeypatch.setattr("moecompile.compilation.capture", _captured)
-
-
-_CAPTURES: dict[object, Captured] = {}
-
-
-def _captured(model: nn.Module, request: Request, shapes: object = None) -> Captured:
-    configs = [part.config for part in model.modules() if hasattr(part, "config")]
-    if not configs or shapes:
-        return capture(model, request, shapes)  # type: ignore[arg-type]
-    sizes = tuple((name, tuple(item.shape), item.dtype) for name, item in request.kwargs.items())
-    key = (type(model), configs[0], sizes, request.plan.num_data_ranks, request.plan.microbatches)
-    if key not in _CAPTURES:
-        _CAPTURES[key] = capture(model, request)
-    return copied(_CAPTURES[key])
-
 
 CONFIG = Config("stacked", hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
 
@@ -165,7 +142,8 @@ def test_idle_experts_and_ranks_without_labels(plan: Plan) -> None:
 
 def of(config: Config, plan: Plan, length: int = 8) -> Program:
     batch = tokens(2, length, 0)
-    return compile_call(build(config), Request((), batch, plan))
+    with captured_once():
+        return compile_call(build(config), Request((), batch, plan))
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from moecompile import ops
-from moecompile.compilation import default_pipeline
+from moecompile.capture import Captured
+from moecompile.compilation import capture, default_pipeline
 from moecompile.errors import VerifyError
 from moecompile.mesh import Mesh
 from moecompile.plan import Plan
 from moecompile.program import OutputKind
+from tests.support import capture_memo
 from tests.support.models import Config, build, tokens
 from tests.support.parity import LockStep, ParityError, Run, Step, assemble, compare, difference, plain
 
@@ -182,3 +185,37 @@ def test_a_gradient_off_by_a_thousandth_is_found_and_named(lock_step: LockStep, 
         lock_step.reset()
         with pytest.raises(ParityError, match=r"off by a factor alone: \S+ by 1\.001"):
             compare(lock_step.run(BATCHES[:1], change=scale), first_step)
+
+
+# ---- captures that are remembered --------------------------------------------------------------------------------------
+
+
+def _changed(model: nn.Module, how: str) -> nn.Module:
+    layer = model.get_submodule("layers.0.moe")
+    if how == "attribute":
+        layer.config = replace(CONFIG, top_k=1)
+    elif how == "hook":
+        layer.register_forward_hook(lambda module, args, out: (out[0] * 2, out[1]))
+    elif how == "frozen":
+        layer.router.weight.requires_grad_(False)
+    elif how == "shared":
+        model.get_submodule("layers.1.moe").router.weight = layer.router.weight
+    elif how == "eval":
+        model.eval()
+    return model
+
+
+def test_a_call_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[nn.Module] = []
+
+    def counted(model: nn.Module, *args: Any) -> Captured:
+        taken.append(model)
+        return capture(model, *args)
+
+    monkeypatch.setattr(capture_memo, "capture", counted)
+    first, second = (LockStep(build(CONFIG), PLAN, BATCHES[0]) for _ in range(2))
+    assert len(taken) <= 1 and first.program.graph_module is not second.program.graph_module
+    for how in ("attribute", "hook", "frozen", "shared", "eval"):
+        taken.clear()
+        LockStep(_changed(build(CONFIG), how), PLAN, BATCHES[0])
+        assert taken, f"a model with another {how} was answered from memory"

@@ -9,11 +9,20 @@ import torch
 
 import moecompile as mc
 from tests.support import hf_models
+from tests.support.parity import slice_for
+from tests.support.thinned import thinned
+
+CALLS = {
+    "all tokens": (False, mc.Plan(dp=2, ep=2)),
+    "padding mask": (True, mc.Plan(dp=2, ep=2)),
+    "padding mask, sequence parallel": (True, mc.Plan(dp=2, tp=2, ep=4, sequence_parallel=True)),
+}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding mask"])
-def test_balance_loss_of_the_global_batch(family: str, masked: bool) -> None:
+@pytest.mark.parametrize(("masked", "plan"), thinned(CALLS, keep=tuple(CALLS)[:2]))
+def test_balance_loss_of_the_global_batch(family: str, masked: bool, plan: mc.Plan) -> None:
+    """case 10: padding is in no statistic and in no gradient, and its mask is cut with the tokens."""
     model = hf_models.build(family).double()
     batch = hf_models.batch(size=4)
     if masked:
@@ -25,8 +34,8 @@ def test_balance_loss_of_the_global_batch(family: str, masked: bool) -> None:
     out = plain(**batch, output_router_logits=True)
     out.loss.backward()
     assert out.aux_loss > 0
-    parts = [{name: item[rank * 2 : rank * 2 + 2] for name, item in batch.items()} for rank in range(2)]
-    found = mc.simulate_ranks(model, mc.Plan(dp=2, ep=2), [{**part, "output_router_logits": True} for part in parts])
+    parts = [slice_for(batch, plan, rank) for rank in range(plan.world_size)]
+    found = mc.simulate_ranks(model, plan, [{**part, "output_router_logits": True} for part in parts])
     torch.testing.assert_close(found.loss, out.loss.detach(), rtol=1e-6, atol=0)  # computed in fp32 by the model
     for name, param in plain.named_parameters():
         if "router" in name or "mlp.gate." in name or "block_sparse_moe.gate" in name:

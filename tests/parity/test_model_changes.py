@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,16 @@ ALONE = Plan(dp=1)
 BATCH = tokens(2, 8, 0)
 
 
+class Schedule:
+    """An object whose own code reads what it holds."""
+
+    def __init__(self) -> None:
+        self.now = 1.5
+
+    def factor(self) -> float:
+        return 2 * self.now
+
+
 class Scaled(nn.Module):
     """A loss times everything that a user may turn between steps."""
 
@@ -30,11 +41,13 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner = build(Config("loop", layers=1))
         self.coef, self.options, self.factor = 1.0, {"weight": 1.0}, torch.ones((), dtype=torch.float64)
+        self.tables, self.shape, self.schedule = {"a": [torch.ones(2, dtype=torch.float64)]}, torch.square, Schedule()
         self.steps_seen = 0  # nothing of the model's code reads it
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         loss: Tensor = self.inner(**batch)["loss"]
-        return {"loss": loss * self.coef * self.options["weight"] * self.factor}
+        factor = self.coef * self.options["weight"] * self.factor * self.tables["a"][0].sum() * self.schedule.factor()
+        return {"loss": self.shape(loss) * factor}
 
 
 def coefficient(model: Any) -> None:
@@ -49,11 +62,27 @@ def tensor(model: Any) -> None:
     model.factor = torch.tensor(5.0, dtype=torch.float64)
 
 
+def tensor_in_containers(model: Any) -> None:
+    model.tables["a"][0] = torch.tensor([2.0, 3.0], dtype=torch.float64)
+
+
+def function(model: Any) -> None:
+    model.shape = torch.exp
+
+
+def inside_an_object(model: Any) -> None:
+    model.schedule.now += 1
+
+
 def hook(model: Any) -> None:
     model.inner.register_forward_hook(lambda module, given, out: {**out, "loss": out["loss"] * 7})
 
 
-@pytest.mark.parametrize("change", [coefficient, option, tensor, hook], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [coefficient, option, tensor, tensor_in_containers, function, inside_an_object, hook],
+    ids=lambda change: change.__name__,
+)
 def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], None]) -> None:
     plain = Scaled().double()
     model = mc.parallelize(copy.deepcopy(plain), ALONE)
@@ -99,6 +128,76 @@ def test_parts_that_were_replaced_are_refused(change: Callable[[Any], None]) -> 
 def test_a_copy_is_refused_with_a_way_out() -> None:
     with pytest.raises(TypeError, match="copy the plain model before parallelize"):
         copy.deepcopy(mc.parallelize(Scaled(), ALONE))
+
+
+@pytest.mark.parametrize(
+    ("use", "advice"),
+    [
+        (pickle.dumps, "save full_state_dict"),
+        (lambda model: hasattr(model, "_ddp_params_and_buffers_to_ignore"), "use it as it is"),
+        (lambda model: mc.parallelize(model, ALONE), "pass a plain model"),
+        (lambda model: mc.parallelize(nn.Sequential(model), ALONE), "pass a plain model"),
+    ],
+    ids=["pickle", "DDP", "parallelize", "inside"],
+)
+def test_what_a_parallel_model_cannot_be_is_said(use: Callable[[Any], Any], advice: str) -> None:
+    with pytest.raises((TypeError, CaptureError), match=advice):
+        use(mc.parallelize(Scaled(), ALONE))
+
+
+class OfInputs(nn.Module):
+    """Its loss, or what the loss is made of, of tokens that somebody else computes."""
+
+    def __init__(self, own_loss: bool) -> None:
+        super().__init__()
+        self.linear, self.own_loss = nn.Linear(3, 3), own_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out.square().mean() if self.own_loss else out
+
+
+def test_gradients_of_arguments_are_right_or_refused() -> None:
+    """A step would leave them out in silence, also where the same call was made without before."""
+    x = torch.randn(4, 3)
+    model = mc.parallelize(OfInputs(True), ALONE)
+    model(x).backward()
+    with pytest.raises(CaptureError, match=r"the argument x requires a gradient.*detach the argument"):
+        model(x.requires_grad_())
+    model = mc.parallelize(OfInputs(False), ALONE)
+    model(x).square().mean().backward()
+    found, x.grad = x.grad, None
+    model.plain(x).square().mean().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_second_derivatives_are_refused(own_loss: bool) -> None:
+    found = mc.parallelize(OfInputs(own_loss), ALONE)(torch.randn(4, 3)).mean()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*leave create_graph out"):
+        found.backward(create_graph=True)
+
+
+@pytest.mark.slow
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    assert torch.equal(torch.compile(model)(**BATCH)["loss"], model(**BATCH)["loss"])
+
+
+def _parallel_again(rank: int) -> str:
+    plan, plain = Plan(dp=2, ep=2), build(Config("loop", layers=1))
+    with parallel(plain, plan) as model:
+        model(**slice_for(BATCH, plan, rank))
+    try:
+        mc.parallelize(plain, plan)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_share_of_a_model_is_not_taken_for_one(ranks: Ranks) -> None:
+    said = ranks.run(2, _parallel_again)
+    assert said[0] == said[1] and "this rank's share of" in said[0] and "pass a plain model" in said[0]
 
 
 def test_experts_that_share_a_parameter_are_refused() -> None:

@@ -13,7 +13,6 @@ import moecompile as mc
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.compilation import Request, compile_call
-from moecompile.errors import PlanError
 from moecompile.plan import Plan
 from moecompile.program import Program
 from tests.support.models import Config, build, choose, push_to, tokens
@@ -99,9 +98,3 @@ def test_a_router_in_float32(plan: Plan) -> None:
     assert all(meta.tensor(node.args[0]).dtype == torch.float32 for node in chosen)  # type: ignore[arg-type]
     experts = graphs.find(program.graph, ops.cpu.grouped_linear)
     assert experts and all(meta.tensor(node).dtype == torch.bfloat16 for node in experts)
-
-
-def test_placements_by_hand_are_refused() -> None:
-    plan = Plan(dp=1, tp=2, overrides={"layers.*": "S(0)"})
-    with pytest.raises(PlanError, match="leave overrides out"):
-        mc.trace(build(NARROW), plan, tokens(2, 8, 0))

@@ -128,23 +128,3 @@ def test_a_gradient_that_is_not_there_is_no_zero(ranks: Ranks) -> None:
     other, own = ranks.run(2, lose_a_gradient, Plan(dp=1, pp=2, microbatches=2, timeout=20.0), timeout=230.0)
     assert own.startswith("own") and "its graph gave None" in own and "stage 1 should hand on" in own
     assert other.startswith("peer") and "stage 0" in other and "the backward of microbatch" in other
-
-
-def uneven(rank: int, plan: Plan, rows: int) -> str:
-    with parallel(build(SMALL), plan) as model:
-        try:
-            model(**{name: value[:rows] for name, value in BATCH.items()})
-        except mc.PlanError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_that_microbatches_do_not_divide_is_refused_before_any_send(ranks: Ranks, rows: int) -> None:
-    """case 37"""
-    found = ranks.run(2, uneven, PP, rows)
-    near = max(2, rows // 2 * 2)
-    assert set(found) == {
-        f"each rank's batch has {rows} rows, but microbatches=2 needs a positive multiple of it; pass {near} rows, or drop the last batch "
-        "of the data set."
-    }

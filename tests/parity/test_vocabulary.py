@@ -85,6 +85,8 @@ class Loss(nn.Module):
         if options.pop("tied", False):
             self.head.weight = self.embed.weight
         self.router, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        with torch.no_grad():
+            self.head.bias[options.pop("closed", [])] = float("-inf")
         self.weight = torch.rand(12, dtype=torch.float64) if options.pop("weighted", False) else None
         self.options = options
 
@@ -116,6 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing": 0.2},
     "smoothed sum": {"label_smoothing": 0.2, "reduction": "sum"},
     "another index": {"ignore_index": 3},
+    "closed classes": {"closed": [0, 6, 11]},  # the first of either rank among them
 }
 
 
@@ -124,6 +127,8 @@ def test_options_of_the_loss(options: dict[str, Any]) -> None:
     batch = loss_batch()
     if options.get("ignore_index") == 3:
         batch["labels"][batch["labels"] == -100] = 3
+    for index in options.get("closed", ()):
+        batch["labels"][batch["labels"] == index] = 1
     model = Loss(**options).double()
     wanted = Loss(**options).double()
     loss = wanted(**batch)

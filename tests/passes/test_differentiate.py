@@ -123,3 +123,30 @@ def test_views_of_what_lies_otherwise_than_promised(dp: int) -> None:
     wanted = torch.autograd.grad(loss, list(model.parameters()))
     for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(found.grads[name], grad, rtol=1e-12, atol=1e-13)
+
+
+class Filled(nn.Module):
+    """Layers whose gradients torch computes by writing into a tensor of its own: ``new_zeros`` and a copy into a part of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.head = how, nn.Linear(golden.WIDTH, golden.WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.head(x.reshape(-1, 3, golden.WIDTH))
+        if self.how == "fft":
+            mixed = torch.fft.irfft(torch.fft.rfft(rows, dim=1), n=3, dim=1).exp()
+        else:
+            mixed = F.adaptive_avg_pool1d(rows.transpose(1, 2), 1).transpose(1, 2).square()
+        return (mixed * torch.arange(mixed.shape[1], 0, -1)[:, None]).sum()
+
+
+@pytest.mark.parametrize("how", ["fft", "pool"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gradients_that_write_in_place(how: str, dp: int) -> None:
+    """Elimination of dead code took the copies away, and with them the gradient."""
+    model, x = Filled(how), torch.randn(12, golden.WIDTH, dtype=torch.float64)
+    found = mc.simulate_ranks(model, Plan(dp=dp), [(part,) for part in x.chunk(dp)])
+    wanted = torch.autograd.grad(model(x), list(model.parameters()))
+    for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grads[name], grad, rtol=1e-12, atol=1e-13)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import moecompile as mc
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.compilation import default_pipeline
 from moecompile.errors import PassError, VerifyError
 from moecompile.passes.shard_params import ShardParams, cut_dim
+from moecompile.phases import split_phases
 from moecompile.plan import Plan
 from moecompile.program import InputKind, OutputKind, Program
+from moecompile.stages import Part, cut_stages
 from moecompile.verify import verify_program
 from tests.support import golden
+from tests.support.models import Config, build, tokens
 
 BEFORE = "recognize-moe,shard-dense,shard-experts,insert-dispatch,differentiate"
 
@@ -173,12 +179,94 @@ def test_where_it_may_not_stand(pipeline: str, advice: str) -> None:
         golden.run(golden.captured(Plan(dp=2)), pipeline)
 
 
-def test_stages_are_refused() -> None:
-    with pytest.raises(PassError, match=r"pp=2, and parameters of pipeline stages have no shards; use pp=1"):
-        program = rewrite(plan=Plan(dp=2)).program
-        program.plan = Plan(dp=1, pp=2, microbatches=2)
-        program.facts = frozenset(fact for fact in program.facts if fact.name != "PARAMS_SHARDED")
-        golden.run(program, "shard-params")
+# ---- pipeline stages ---------------------------------------------------------------------------------------------------
+
+DEEP = Config("ops", layers=2, hidden=8, inner=8, heads=2, tied=True, shared=True)
+
+
+@functools.cache
+def staged(level: int, prefetch: int = 0) -> Program:
+    """Two stages of two ranks. Not to be changed."""
+    passes = f"+shard-params{{level={level},prefetch={prefetch}}}"
+    return mc.trace(build(DEEP), Plan(dp=2, pp=2, microbatches=2, passes=passes), tokens(4, 4, 0))
+
+
+def held(program: Program, stage: int) -> set[str]:
+    """The inputs that are shards and that a stage reads."""
+    return {
+        item.name
+        for node, item in program.items()
+        if item.kind is InputKind.PARAM and meta.stage(node) == stage and "dp" in dict(item.placements)
+    }
+
+
+def collectives(part: Part | None) -> list[object]:
+    assert part is not None
+    return [node.target for node in part.program.graph.nodes if node.target in (ops.all_gather, ops.reduce_scatter)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_each_stage_gathers_and_scatters_its_own(prefetch: int) -> None:
+    """Level 3: in the stage's own graphs, and nothing whole is kept from one to the other or sent."""
+    program = staged(3, prefetch)
+    for stage in cut_stages(program):
+        backward = stage.backward
+        assert backward is not None
+        assert held(program, stage.index) <= {item.name for item in stage.forward.program.inputs}
+        assert ops.all_gather in collectives(stage.forward) and ops.reduce_scatter not in collectives(stage.forward)
+        assert {ops.all_gather, ops.reduce_scatter} == set(collectives(backward))
+        made = {node.name: node for node in stage.forward.program.graph.nodes}
+        for name in {*stage.saved, *(item.name for item in stage.sent)} & made.keys():
+            read = {node.name for node in graphs.ancestors(made[name]) if node.op == "placeholder"}
+            assert made[name].op == "placeholder" or not read <= held(program, stage.index), name
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_is_gathered_once_is_no_part_of_a_stage(level: int) -> None:
+    """A rank gathers the parameters of its stages, and reduces at level 1 the gradients of its stages."""
+    program = staged(level)
+    for at in (0, 1):
+        phases = split_phases(program, [at])
+        assert phases.head is not None and {item.name for item in phases.head.inputs} == held(program, at)
+        (stage,) = cut_stages(phases.body, [at])
+        assert collectives(stage.forward) == []
+        if level == 1:
+            assert phases.tail is not None and {item.name for item in phases.tail.outputs} == held(program, at)
+            assert collectives(stage.backward) == [] and ops.reduce_scatter in collectives(Part(phases.tail, ()))
+        else:
+            assert phases.tail is None and set(collectives(stage.backward)) == {ops.reduce_scatter}
+
+
+def test_outputs_of_all_parts_are_those_of_the_program() -> None:
+    """Level 1: each output comes from the body or from the tail of one stage."""
+    program = staged(1)
+    parts = [split_phases(program, [at]) for at in (0, 1)]
+    places = [place for part in parts for place in part.reduced]
+    assert sorted([*parts[0].kept, *places]) == list(range(len(program.outputs)))
+    for part in parts:
+        assert len(part.body.outputs) == len(part.kept) + len(part.late)
+        values = part.finish(
+            [*part.kept, *("saved" for _ in part.late)], lambda given: [f"{at} reduced" for at in given]
+        )
+        wanted = {**{at: at for at in part.kept}, **dict.fromkeys(part.reduced, "saved reduced")}
+        assert values == [wanted.get(at) for at in range(len(program.outputs))]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (ops.all_gather, "of which this rank holds a shard over dp"),
+        (ops.reduce_scatter, "one scattered sum over dp is due"),
+    ],
+    ids=["gather", "scatter"],
+)
+def test_a_stage_that_lacks_one_is_found(target: object, said: str) -> None:
+    program = mc.trace(build(DEEP), staged(3).plan, tokens(4, 4, 0))
+    found = graphs.find(program.graph, target)[-1]
+    found.replace_all_uses_with(found.all_input_nodes[0])
+    program.graph.erase_node(found)
+    with pytest.raises(VerifyError, match=said):
+        verify_program(program)
 
 
 def test_a_shard_that_is_read_without_a_gather_is_found() -> None:

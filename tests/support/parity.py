@@ -23,6 +23,7 @@ from moecompile.plan import Plan
 from moecompile.program import Input, InputKind, OutputKind, Program
 from moecompile.runtime.simulator import simulate
 from moecompile.weights import padded, part_of, put_together
+from tests.support.capture_memo import captured_once
 
 Batch = dict[str, Tensor]
 
@@ -265,7 +266,8 @@ class LockStep:
     ) -> None:
         self.model, self.plan = model, plan
         request = Request((), slice_for(batch, plan, 0), plan)
-        self.program: Program = compile_call(model, request, pipeline=pipeline)
+        with captured_once():
+            self.program: Program = compile_call(model, request, pipeline=pipeline)
         self.mesh = self.program.mesh
         self._optimizer = optimizer
         self._shapes: dict[Any, dict[str, torch.Size]] = {}

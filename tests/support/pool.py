@@ -20,6 +20,7 @@ from moecompile.mesh import Mesh
 from moecompile.placement.types import Shard
 from moecompile.plan import Plan
 from moecompile.runtime.launcher import RankPool
+from tests.support.capture_memo import captured_once
 from tests.support.models import Config, build
 from tests.support.parity import OPTIMIZERS, Batch, Run, Step, assemble, assemble_output, join_parts, slice_for
 
@@ -113,9 +114,10 @@ def _clip(model: Any, job: Job) -> Tensor:
 
 @contextlib.contextmanager
 def parallel(model: nn.Module, plan: Plan, **options: Any) -> Iterator[Any]:
-    """`parallelize`, with its process groups taken down at the end: the ranks live on."""
+    """`parallelize`, with its process groups taken down at the end: the ranks live on, and so do their captures."""
     made = mc.parallelize(model, plan, **options)
-    yield made
+    with captured_once():
+        yield made
     made._state.groups.close()
 
 

@@ -9,9 +9,10 @@ from moecompile.plan import Plan
 
 
 def microbatches(batch: dict[str, Tensor], plan: Plan) -> list[dict[str, Tensor]]:
-    """Each the concatenation of all data ranks' slices."""
+    """Each the concatenation of all data ranks' slices; larger ones first, none without rows."""
     of, n = plan.num_data_ranks, plan.microbatches
-    return [
-        {name: torch.cat([one.chunk(n)[at] for one in value.chunk(of)]) for name, value in batch.items()}
+    found = [
+        {name: torch.cat([one.tensor_split(n)[at] for one in value.chunk(of)]) for name, value in batch.items()}
         for at in range(n)
     ]
+    return [part for part in found if all(len(value) for value in part.values())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,15 @@ def test_line_of_the_fault_is_named() -> None:
     line = item.__code__.co_firstlineno + 1
     with pytest.raises(CaptureError, match=f"test_capture_refusals.py:{line}: "):
         capture_model(Model(item), (torch.ones(3, 4),), {})
+
+
+@pytest.mark.parametrize("line", ["x.sum().item()", "x if x.sum() > 0 else -x", "x + len(str(x))", "x + next(numbers)"])
+def test_code_without_a_file_is_looked_at_alike(line: str) -> None:
+    """As typed at a prompt, piped in or executed as text."""
+    names: dict[str, Any] = {"numbers": itertools.count(), "__name__": "__main__"}
+    exec(f"def body(self, x):\n    return {line}", names)
+    with pytest.raises(CaptureError, match=r"<string>:\d"):
+        capture_model(Model(names["body"]), (torch.ones(3, 4),), {})
 
 
 def test_nothing_is_printed_by_torch(capfd: pytest.CaptureFixture[str]) -> None:

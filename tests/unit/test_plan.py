@@ -32,10 +32,10 @@ def test_error_is_both_ours_and_a_value_error():
 
 
 def test_frozen_and_hashable():
-    plan = Plan(dp=2, ep=2, batch_dims={"ids": 1}, overrides={"lm_head": "replicate"})
+    plan = Plan(dp=2, tp=2, batch_dims={"ids": 1}, overrides={"lm_head": "replicate"})
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.ep = 4
-    assert {plan: 1}[Plan(dp=2, ep=2, batch_dims={"ids": 1}, overrides={"lm_head": "replicate"})] == 1
+    assert {plan: 1}[Plan(dp=2, tp=2, batch_dims={"ids": 1}, overrides={"lm_head": "replicate"})] == 1
     assert pickle.loads(pickle.dumps(plan)) == plan
     with pytest.raises(TypeError):
         plan.batch_dims["ids"] = 0
@@ -49,8 +49,8 @@ def test_a_plan_keeps_its_own_copy_of_a_mapping():
 
 
 def test_override_order_is_part_of_the_plan():
-    one = Plan(overrides={"*.mlp": "a", "*.0.mlp": "b"})
-    other = Plan(overrides={"*.0.mlp": "b", "*.mlp": "a"})
+    one = Plan(tp=2, overrides={"*.mlp": "column", "*.0.mlp": "row"})
+    other = Plan(tp=2, overrides={"*.0.mlp": "row", "*.mlp": "column"})
     assert one != other
 
 
@@ -192,7 +192,9 @@ def test_rank_outside_the_plan(rank):
         ({"batch_dims": {"ids": -1}}, ["batch_dims", "'ids': -1", "at least 0"]),
         ({"batch_dims": {"": 0}}, ["batch_dims", "not empty"]),
         ({"batch_dims": 3}, ["Plan(batch_dims=3)", "must map"]),
-        ({"overrides": {"lm_head": ""}}, ["overrides", "'lm_head'", "placement"]),
+        ({"overrides": {"lm_head": ""}}, ["overrides", "'lm_head'", "'replicate', 'column', 'row'"]),
+        ({"overrides": {"lm_head": "rows"}}, ["{'lm_head': 'rows'}", "nearest: 'row'"]),
+        ({"overrides": {"lm_head": "row"}}, ["Plan(overrides={'lm_head': 'row'})", "tp=1", "tp >= 2"]),
     ],
 )
 def test_option_rules(options, parts):
@@ -242,7 +244,7 @@ def test_model_that_fits():
 
 
 def test_override_pattern_that_matches_nothing():
-    plan = Plan(overrides={"layers.*.mlp": "replicate", "lm_haed": "replicate"})
+    plan = Plan(tp=2, overrides={"layers.*.mlp": "replicate", "lm_haed": "replicate"})
     text = message(lambda: plan.check_overrides(["layers.0.mlp", "lm_head"]))
     assert "'lm_haed' matches no module" in text
     assert "nearest: 'lm_head'" in text
@@ -256,7 +258,7 @@ def test_override_pattern_that_matches_nothing():
     ("options", "part"),
     [
         ({"dispatch": "deepep"}, "Plan(dispatch='deepep')"),
-        ({"deterministic": True}, "call torch.use_deterministic_algorithms(True) instead"),
+        ({"capacity_scope": "local"}, "the meaning of one process only"),
     ],
 )
 def test_legal_plan_that_this_release_cannot_run(options, part):
@@ -277,12 +279,13 @@ def test_plans_of_this_release():
 
 
 def test_toml_by_eye():
-    plan = Plan(dp=4, ep=2, timeout=60, batch_dims={"mask": None, "ids": 0}, overrides={'a."b"': "R"})
+    plan = Plan(dp=4, tp=2, timeout=60, batch_dims={"mask": None, "ids": 0}, overrides={'a."b"': "row", "*": "column"})
     text = plan.to_toml()
     assert "dp = 4\n" in text
     assert "strict = false\n" in text
     assert "timeout = 60.0\n" in text
     assert '[batch_dims]\n"mask" = "same"\n"ids" = 0\n' in text
+    assert '[overrides]\n"a.\\"b\\"" = "row"\n"*" = "column"\n' in text
     assert Plan.from_toml(text) == plan
 
 
@@ -312,3 +315,16 @@ def test_toml_that_is_no_plan(text, part):
 def test_str_says_what_differs():
     assert str(Plan(dp=4, ep=2)) == "Plan(dp=4, ep=2)"
     assert str(Plan()) == "Plan()"
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"edp": 2}, r"Plan(edp=2): edp, the number of copies of each expert, follows from the other degrees"),
+        ({"microbatch": 2}, "Plan(microbatch=2): a plan has no field 'microbatch'; nearest: 'microbatches'."),
+        ({"zero": 1}, "a plan has no field 'zero'; its fields are dp, tp, cp,"),
+    ],
+)
+def test_fields_that_no_plan_has(values, part):
+    assert part in message(lambda: Plan(**values))
+    assert part in message(lambda: dataclasses.replace(Plan(), **values))
