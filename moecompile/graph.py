@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,32 +56,55 @@ def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensor
     """
     fake_args = map_arg(args, meta.value)
     fake_kwargs = map_arg(kwargs, meta.value)
-    key = _signature((target, fake_args, fake_kwargs, torch.get_default_dtype())) if _is_settled(target) else None
-    known: dict[Any, Any] = vars(mode).setdefault(_KNOWN, {})  # lives as long as the mode, of which its values are part
+    sizes: dict[Any, torch.SymInt] = {}  # those of the operands that are known at run time; each call has its own
+    called = (target, fake_args, fake_kwargs, torch.get_default_dtype())
+    key = _signature(called, sizes) if _is_settled(target) else None
+    known: dict[Any, Any] = vars(mode).setdefault(_KNOWN, {})  # lives as long as the mode
     if key is not None and key in known:
-        with mode:
-            return tree_map(_again, known[key])
+        return _again(known[key], list(sizes.values()), mode)
     with mode, torch.no_grad(), without_new_symbols(mode):
         found = target(*fake_args, **fake_kwargs)
-    if key is not None and _is_repeatable(found) and _sizes_of(found) <= _sizes_of((fake_args, fake_kwargs)):
-        known[key] = found
+    if key is not None:
+        form = _form(found, {symbol: at for at, symbol in enumerate(sizes)})
+        if form is not None:
+            known[key] = form
     return found
 
 
-def _again(leaf: Any) -> Any:
-    """Another tensor of the same type and sizes."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+@dataclass(frozen=True)
+class _Form:
+    """A tensor that is nothing but its type, sizes and strides. A run-time size is the place of the operands' that it equals, as text."""
+
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _is_repeatable(found: Any) -> bool:
-    """Whether a value is made of tensors that are nothing but their type, sizes and strides."""
-    items = found if isinstance(found, (tuple, list)) else (found,)
-    return all(
-        isinstance(item, FakeTensor) and not (item.storage_offset() or item.is_conj() or item.is_neg())
-        for item in items
+def _form(found: Any, places: dict[Any, int]) -> Any:
+    """What is known of a result, a tensor or a tuple of them; None where that is not all of it."""
+    if isinstance(found, (tuple, list)):
+        forms = [_form(item, places) for item in found]
+        return None if None in forms else type(found)(forms)
+    if not isinstance(found, FakeTensor) or found.storage_offset() or found.is_conj() or found.is_neg():
+        return None
+    sizes: list[int | str] = []
+    for size in (*found.shape, *found.stride()):
+        if isinstance(size, torch.SymInt) and size.node.expr not in places:
+            return None
+        sizes.append(str(places[size.node.expr]) if isinstance(size, torch.SymInt) else size)
+    return _Form(tuple(sizes[: found.dim()]), tuple(sizes[found.dim() :]), found.dtype, found.device)
+
+
+def _again(form: Any, sizes: list[torch.SymInt], mode: FakeTensorMode) -> Any:
+    """Another value of a known form."""
+    if not isinstance(form, _Form):
+        return type(form)(_again(item, sizes, mode) for item in form)
+    shape, stride = (
+        [sizes[int(size)] if isinstance(size, str) else size for size in part] for part in (form.shape, form.stride)
     )
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=form.dtype, device=form.device)
 
 
 def _is_settled(target: Any) -> bool:
@@ -88,21 +112,15 @@ def _is_settled(target: Any) -> bool:
     return isinstance(target, OpOverload) and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
-def _sizes_of(found: Any) -> set[Any]:
-    """The symbols in run-time sizes of a fake value."""
-    return {symbol for size in symbolic_sizes(found) for symbol in size.node.expr.free_symbols}
-
-
-def _signature(found: Any) -> Any:
-    """Equal for values that no fake rule can tell apart; None where there is something unknown."""
+def _signature(found: Any, sizes: dict[Any, torch.SymInt]) -> Any:
+    """Equal for values that no fake rule can tell apart, whatever their run-time ``sizes`` are called; None for something unknown."""
     if isinstance(found, FakeTensor):
-        sizes = (*found.shape, *found.stride(), found.storage_offset())
-        sizes = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
-        return (sizes, found.dtype, found.device, found.is_conj(), found.is_neg())
+        numbers = tuple(_size(size, sizes) for size in (*found.shape, *found.stride(), found.storage_offset()))
+        return (numbers, found.dtype, found.device, found.is_conj(), found.is_neg())
     if isinstance(found, torch.SymInt):
-        return (torch.SymInt, found.node.expr)
+        return (torch.SymInt, _size(found, sizes))
     if isinstance(found, (tuple, list, dict)):
-        items = [_signature(item) for item in (found.items() if isinstance(found, dict) else found)]
+        items = [_signature(item, sizes) for item in (found.items() if isinstance(found, dict) else found)]
         return None if None in items else (type(found), *items)
     plain = isinstance(
         found, (*_NUMBERS, str, OpOverload, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -110,6 +128,16 @@ def _signature(found: Any) -> Any:
     if not plain and found is not None:
         return None
     return (type(found), repr(found) if isinstance(found, float) else found)  # -0.0 is not 0.0, and nan is itself
+
+
+def _size(size: Any, sizes: dict[Any, torch.SymInt]) -> Any:
+    """A size; one that is known at run time by its place among the call's, and what is computed of some by its formula."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if not size.node.expr.is_Symbol:
+        return size.node.expr
+    sizes.setdefault(size.node.expr, size)
+    return str(list(sizes).index(size.node.expr))
 
 
 def op_name(target: Any) -> str:

@@ -191,3 +191,21 @@ def test_the_types_of_the_surroundings_count() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             kinds.append(meta.tensor(graphs.call(made, aten.mm.default, x, x)).dtype)
     assert kinds == [torch.float32, torch.bfloat16]
+
+
+def test_equal_calls_on_run_time_sizes_have_their_own() -> None:
+    """Rows of two layers: one call is computed, and the other one's result has the size of its own rows."""
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(5, 3)
+    rows = []
+    for level in (0.0, 1.0):
+        where = graphs.call(made, aten.nonzero.default, graphs.call(made, aten.gt.Scalar, x, level))
+        rows.append(graphs.call(made, aten.select.int, where, 1, 0))
+    found = [
+        meta.tensor(graphs.call(made, aten.neg.default, graphs.call(made, aten.clone.default, row))) for row in rows
+    ]
+    assert [str(item.shape[0]) for item in found] == [str(meta.tensor(row).shape[0]) for row in rows]
+    assert found[0].shape[0] is not found[1].shape[0] and str(found[0].shape[0]) != str(found[1].shape[0])
+    assert len(vars(mode)["moecompile_known"]) == 5  # two comparisons with other constants, and each of the rest once
