@@ -24,6 +24,7 @@ from .expert_copies import refuse_copies
 from .mesh import Mesh
 from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
+from .part_guard import guard
 from .plan import Plan
 from .program import Program
 from .reduction import reduce_flat
@@ -255,6 +256,7 @@ class ParallelModel(nn.Module):
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
         if state.watch is None:
+            guard(self.plain, state.weights.shapes)
             state.watch = ModelWatch(self.plain)
         return self._bound(programs, sizes)
 

@@ -292,3 +292,29 @@ def test_a_call_without_a_loss_says_how_gradients_are_summed(ranks: Ranks) -> No
     first, other = ranks.run(2, scored, Plan(dp=2))
     assert "the call returns no loss" in first and "loss_fn" in first
     assert "the call returns no loss" not in other
+
+
+# ---- the plain code of a cut model -----------------------------------------------------------------------------------------
+
+
+def alone(rank: int, plan: Plan) -> list[str]:
+    said = []
+    with parallel(build(Config("loop", hidden=16, heads=4, layers=1)), plan) as model:
+        mine = slice_for(tokens(4, 8, 0), plan, rank)
+        model(**mine)
+        plain = model.plain
+        x = torch.zeros(2, 16, dtype=torch.float64)
+        for call in (lambda: plain.layers[0].qkv(x), lambda: plain(**mine), lambda: model.layers[0](x[None], None)):
+            with pytest.raises(CaptureError) as error:
+                call()
+            said.append(str(error.value))
+        said.append(str(tuple(plain.layers[0].norm_1(x).shape)))  # whole on every rank
+        model(**slice_for(tokens(4, 6, 0), plan, rank))["loss"].backward()  # another shape: captured anew
+    return said
+
+
+def test_the_plain_code_does_not_run_on_a_part(ranks: Ranks) -> None:
+    for said in ranks.run(2, alone, Plan(dp=1, tp=2, ep=2)):
+        *refused, whole = said
+        assert all("and the plain code of Linear would compute with that alone" in text for text in refused), refused
+        assert "layers.0.qkv: 'weight' is this rank's part [24, 16] of [48, 16]" in refused[0] and whole == "(2, 16)"
