@@ -100,6 +100,21 @@ def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], No
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14), name
 
 
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules_are_refused(kind: str) -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    model(**BATCH)
+    handle = getattr(model.plain.inner.head, kind)(lambda *given: None)
+    with pytest.raises(
+        CaptureError, match=r"inner\.head has a backward hook, which a captured step would not call; hook parameters"
+    ):
+        model(**BATCH)
+    with torch.no_grad():
+        model(**BATCH)
+    handle.remove()
+    model(**BATCH)["loss"].backward()
+
+
 def test_what_the_code_does_not_read_costs_nothing() -> None:
     model = mc.parallelize(Scaled(), ALONE)
     for step in range(3):
