@@ -2,7 +2,7 @@
 
 Before:  detach(x), view(view(x)), reshape to the same shape, t(t(x)), expand to the same shape, x + 0, x * 1.0; the same
          call in several places
-After:   x; one call
+After:   x; one call; a reshape stays where it changes which dim of the whole is cut, though no size on a rank
 
 Every value keeps its bits, its shape and its place in memory order. Values that the program returns are left alone, so that no
 two outputs become one tensor, and so are parameters that are kept; calls of the forward and of the backward are not merged, since a
@@ -41,11 +41,13 @@ class Canonicalize(Pass):
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         returned = set(graph.graph.output_node().all_input_nodes)
         seen: dict[Any, Node] = {}
+        lines = {meta.source(node) for node in graph.graph.nodes if _moves_the_cut(node)}
         done = 0
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or node in returned or meta.whole(node) is not None:
                 continue
-            same = operand_of(node)
+            kept = node.target in _CHAINED and meta.source(node) in lines
+            same = operand_of(node) if not kept else None
             if same is None:
                 same = _earlier(node, seen)
             if same is not None:
@@ -79,6 +81,19 @@ def operand_of(node: Node) -> Node | None:
     if neutral is not None and is_number and node.args[1] == neutral and exact and _same_layout(before, after):
         return source
     return None
+
+
+def _moves_the_cut(node: Node) -> bool:
+    """Whether a reshape that changes nothing on a rank makes a cut of one dim one of another, as heads that come beside the batch where
+    a rank has one of them. Without it, and without those of its line in the backward, the text would not say how values lie.
+    """
+    source = node.args[0] if node.args else None
+    return (
+        node.target in _CHAINED
+        and isinstance(source, Node)
+        and meta.has_placements(source)
+        and meta.placements(node) not in ({}, meta.placements(source))
+    )
 
 
 def _shorten(node: Node) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,69 @@ def test_a_gradient_loses_the_dim_of_one_row_a_rank(rows: int) -> None:
     coverage = check_spread(program)
     assert coverage.checked and not coverage.unproved
     assert program.facts >= {Fact.DIFFERENTIATED, Fact.GRADS_SYNCED}
+
+
+class Layer(nn.Module):
+    """One part of a model between an embedding and a loss of tokens."""
+
+    def __init__(self, part: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.part, self.head, self.use = nn.Embedding(16, 8), part, nn.Linear(8, 16), use
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.use(self.part, x)
+        return F.cross_entropy(self.head(x + self.down(self.up(x).relu())).flatten(0, 1), labels.flatten())
+
+
+def proved(model: nn.Module, plan: Plan) -> None:
+    ids, labels = torch.randint(0, 16, (4, 6)), torch.randint(0, 16, (4, 6))
+    coverage = check_spread(mc.trace(model.double(), plan, {"ids": ids, "labels": labels}))
+    assert coverage.checked and coverage.proved > 0 and not coverage.unproved, coverage
+
+
+SEQUENCE = Plan(dp=1, tp=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"add_bias_kv": True, "add_zero_attn": True, "bias": False}], ids=["plain", "more keys"]
+)
+def test_one_head_a_rank_comes_beside_the_batch(more: dict[str, bool]) -> None:
+    """``[s, b, heads * width] -> [s, b * heads, width]`` changes no local shape, but which dim is cut."""
+    part = nn.MultiheadAttention(8, 2, batch_first=True, **more)
+    proved(Layer(part, lambda part, x: part(x, x, x, need_weights=bool(more))[0]), SEQUENCE)
+
+
+def test_parts_of_one_bias_are_put_together_before_they_are_added_up() -> None:
+    """Queries of one value, keys of another: the gradient of their bias is a row of several, in a row of gradients."""
+    part = nn.MultiheadAttention(8, 2, batch_first=True)
+    proved(Layer(part, lambda part, x: part(x, x.tanh(), x.tanh(), need_weights=False)[0]), SEQUENCE)
+
+
+def test_a_zero_gradient_among_others_in_one_collective() -> None:
+    """A cell without a state: the weight of the state has a gradient of zeros."""
+    proved(Layer(nn.RNNCell(8, 8), lambda part, x: part(x.flatten(0, 1)).view_as(x)), Plan(dp=2))
+
+
+def test_what_is_filled_with_a_number_goes_with_parts() -> None:
+    proved(Layer(nn.Linear(8, 8), lambda part, x: torch.lerp(x, part(x), part(x).sigmoid())), Plan(dp=2))
+
+
+def test_all_ranks_have_the_bounds_that_parts_are_sorted_by() -> None:
+    bounds = torch.linspace(-1, 1, 5).double()
+    part = nn.Embedding(6, 8)
+    proved(Layer(part, lambda part, x: part(torch.bucketize(x[..., 0].detach(), bounds))), SEQUENCE)
+
+
+class PerSequence(Layer):
+    """The worst sequence alone: its gradient is the same for all tokens of a sequence."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.use(self.part, self.embed(ids)))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(labels).mean(1).max()
+
+
+def test_equal_elements_of_a_dim_are_parts_of_it_where_it_is_flattened() -> None:
+    proved(PerSequence(nn.Linear(8, 8), lambda part, x: part(x)), SEQUENCE)

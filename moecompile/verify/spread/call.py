@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from ...graph import arguments
+from ...placement.types import Shard
 from .digits import Digits
 from .readings import (
     ALL_DIMS,
@@ -43,6 +44,7 @@ class Call:
     at: int = 0
     now: Mapping[Node, Reading] = field(default_factory=dict)
     offsets: Set[str] = frozenset()  # names of the inputs that hold this rank's index
+    noted: Mapping[tuple[str, Sequence[int]], Set[tuple[str, Shard]]] = field(default_factory=dict)  # see `noted_ends`
     front: int = -1  # where a view moved the ranks to that stood in front, or took them from
 
     def __post_init__(self) -> None:

@@ -45,17 +45,23 @@ def _all_reduce(call: Call) -> Options:
 
 
 def _packed_sums(reading: Reading) -> Reading:
-    """Of several values in a row each has to be a sum; what is not known of one stays so."""
-    for _, options in reading.tag:
-        if SUM not in options and UNKNOWN not in options:
-            raise ConflictError(
-                f"adds up values in a row of which one is {options[0]}; only a sum of parts may be taken"
-            )
-    if all(UNKNOWN not in options for _, options in reading.tag):
+    """Of several values in a row each has to be a sum, or zero; what is not known of one stays so."""
+    found = tuple((size, only(_summed(options))) for size, options in reading.tag)
+    return SAME if all(options == (SAME,) for _, options in found) else reading._replace(tag=found)
+
+
+def _summed(options: Options) -> Reading:
+    """What becomes of one of them."""
+    packed = next((reading for reading in options if reading.kind is Kind.PACKED), None)
+    if UNKNOWN in options:
+        return UNKNOWN
+    if SUM in options:
         return SAME
-    return reading._replace(
-        tag=tuple((size, (UNKNOWN if UNKNOWN in options else SAME,)) for size, options in reading.tag)
-    )
+    if packed is not None:  # put together from several before
+        return _packed_sums(packed)
+    if ZERO in options:
+        return ZERO
+    raise ConflictError(f"adds up values in a row of which one is {options[0]}; only a sum of parts may be taken")
 
 
 def _all_gather(call: Call) -> Options:

@@ -48,7 +48,7 @@ _NEVER = words(
     """
     aten.floor_divide aten.square aten.hardswish aten.log_sigmoid aten.bitwise_not aten.special_expit aten.special_log1p
     aten.special_expm1 aten.absolute aten.greater aten.less aten.not_equal aten.greater_equal aten.less_equal aten.polar
-    aten.__and__ aten.__or__ aten.isreal aten.isin aten.bucketize moe.silu_mul aten.fmod aten.remainder
+    aten.__and__ aten.__or__ aten.isreal  moe.silu_mul aten.fmod aten.remainder
     """
 )
 
@@ -144,6 +144,26 @@ def _filled(call: Call) -> Options:
     return only(ZERO if call.get("fill_value", call.get("s", 1)) == 0 else FILLED)
 
 
+def _fill(call: Call) -> Options:
+    """All elements are one number, whatever stood there."""
+    value = call["value"]
+    if isinstance(value, Node) and call.of(value).kind not in (Kind.SAME, Kind.ZERO):
+        return only(call.of(value) if call.of(value).kind in (Kind.SUM, Kind.MEAN) else UNKNOWN)
+    return only(ZERO if value == 0 or call.of(value).kind is Kind.ZERO else FILLED)
+
+
+def _listed(each: str, others: str) -> Rule:
+    """Each element of one operand is looked for in the whole of another, which has no dims in common with it."""
+
+    def rule(call: Call) -> Options:
+        if isinstance(call.args.get(others), Node) and len(call.shape(call[others])) > 1:
+            return only(together(call, call.tensors()))
+        call.whole(call.get(others))
+        return only(together(call, [call[each]]))
+
+    return rule
+
+
 def _range(call: Call) -> Options:
     return only(SAME)
 
@@ -210,6 +230,10 @@ RULES: dict[str, Rule] = {
     "aten.masked_fill": _masked_fill,
     "aten.masked_fill_": _masked_fill,
     "aten.pow": _power,
+    **dict.fromkeys(words("aten.fill aten.fill_"), _fill),
+    "aten.bucketize": _listed("self", "boundaries"),
+    "aten.searchsorted": _listed("self", "sorted_sequence"),
+    "aten.isin": _listed("elements", "test_elements"),
     "moe.graft": _first,
     "moe.swiglu": _swiglu,
     "moe.swiglu_backward": _swiglu_backward,

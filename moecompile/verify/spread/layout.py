@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from ... import meta
+from ...placement.types import Shard
 from ...program import Program
 from .readings import ALL_DIMS, ConflictError, Kind, Options, Reading, cut
 
@@ -48,13 +50,31 @@ def locate(shape: Shape, front: int, inner: int = 0) -> Options:
 def reshaped(old: Shape, new: Shape, reading: Reading) -> Options:
     """Readings of a value after a reshape."""
     if reading.kind is Kind.SAME:
-        return (reading._replace(dim=_equal_dims(old, new, reading.dim)),)
+        return (reading._replace(dim=_equal_dims(old, new, reading.dim)), *_equal_parts(old, new, reading.dim))
     if reading.kind is not Kind.CUT:
         return (reading,)
     found = locate(new, before(old, reading), old[reading.dim] // reading.outer)
     if len(found) > 1 and reading in found and tuple(old[: reading.dim + 1]) == tuple(new[: reading.dim + 1]):
         return (reading, *(other for other in found if other != reading))
     return found
+
+
+def ends_with_ranks(shape: Shape, reading: Reading) -> bool:
+    """Whether nothing of the dim that is cut stands behind the ranks."""
+    return reading.kind is Kind.CUT and reading.dim < len(shape) and reading.outer == shape[reading.dim] > 1
+
+
+def _equal_parts(old: Shape, new: Shape, bits: int) -> Options:
+    """Equal elements along a dim are this rank's part of more of them, wherever that dim goes."""
+    if bits in (0, ALL_DIMS):
+        return ()
+    found: list[Reading] = []
+    for dim, size in enumerate(old):
+        if bits >> dim & 1 and size > 1:
+            with suppress(ConflictError):
+                found += locate(new, math.prod(old[:dim]), size)
+    kept = _equal_dims(old, new, bits)
+    return tuple(dict.fromkeys(part for part in found if not kept >> part.dim & 1))
 
 
 def _equal_dims(old: Shape, new: Shape, bits: int) -> int:
@@ -107,6 +127,17 @@ def shapes_of(program: Program) -> dict[Node, Any]:
         return [shape(item) for item in found] if isinstance(found, (tuple, list)) else ()
 
     return {node: shape(meta.value(node)) for node in program.graph.nodes if "val" in node.meta}
+
+
+def noted_ends(program: Program, shapes: dict[Node, Any]) -> dict[tuple[str, Shape], set[tuple[str, Shard]]]:
+    """Axes and placements that were noted for values of a line and of a shape, of cuts with the ranks at the very end of a dim."""
+    found: dict[tuple[str, Shape], set[tuple[str, Shard]]] = {}
+    for node in program.graph.nodes:
+        for axis, placed in meta.placements(node).items():
+            is_cut = isinstance(placed, Shard) and not placed.rows and isinstance(shapes.get(node), tuple)
+            if is_cut and ends_with_ranks(shapes[node], cut(placed.dim, placed.outer)):
+                found.setdefault((meta.source(node), shapes[node]), set()).add((axis, placed))
+    return found
 
 
 @cache

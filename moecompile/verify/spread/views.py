@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from ... import meta
+from ...placement.types import Shard
 from .call import Call, Rule, only
 from .elementwise import words
-from .layout import reshaped
+from .layout import before, ends_with_ranks, reshaped
 from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
 
 WITH_ROWS = (Kind.ROWS, Kind.AWAY)
@@ -26,16 +27,34 @@ def _reshape(call: Call) -> Options:
     reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
     if reading.kind in WITH_ROWS and (not new or old[0] != new[0]):
         return only(UNKNOWN)
-    found = reshaped(old, new, reading)
+    ends = tuple(end for end in _noted(call) if reading.kind is Kind.CUT and before(new, end) == before(old, reading))
+    found = reshaped(old, new, reading) if not ends or _is_backward(call) else ()
+    found = tuple(dict.fromkeys((*found, *ends)))
     return (*found, SUM) if _drops_one_row(call, reading, old, new) else found
+
+
+def _noted(call: Call) -> Options:
+    """Cuts of the result that have the ranks at the end of a dim: ``[.., heads * width] -> [.. * heads, width]`` with one head a rank
+    changes no local shape, so that only a note of the pass that cut it tells it from a reshape of nothing. It counts where the order
+    of the elements allows it. A gradient has no note, and may lie as a value of its line does.
+    """
+    found: Iterable[tuple[str, Any]] = meta.placements(call.node).items()
+    if not found and _is_backward(call):
+        found = call.noted.get((meta.source(call.node), call.out_shape), set())
+    cuts = [(axis, placed) for axis, placed in found if isinstance(placed, Shard) and not placed.rows]
+    ways = (cut(placed.dim, placed.outer) for axis, placed in cuts if call.within(axis))
+    return tuple(way for way in ways if ends_with_ranks(call.out_shape, way))
+
+
+def _is_backward(call: Call) -> bool:
+    return meta.direction(call.node) is meta.Direction.BACKWARD
 
 
 def _drops_one_row(call: Call, reading: Reading, old: Sequence[int], new: Sequence[int]) -> bool:
     """Whether a gradient loses the dim of which this rank has one element: autograd, which sums over what was broadcast, leaves a sum
     of one element out, so that this may be the rank's part of that sum.
     """
-    backward = meta.direction(call.node) is meta.Direction.BACKWARD
-    return backward and reading.kind is Kind.CUT and old[reading.dim] == 1 and len(new) < len(old)
+    return _is_backward(call) and reading.kind is Kind.CUT and old[reading.dim] == 1 and len(new) < len(old)
 
 
 def plain_view(reading: Reading) -> Reading:
@@ -341,5 +360,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("aten.tril aten.triu"), _triangle),
 }
 
+RESHAPES = frozenset(name for name, rule in RULES.items() if rule is _reshape)
 # these bring the dim of an axis to the front, or back
 MOVES = frozenset({"aten.permute", "aten.transpose", "aten.movedim"})

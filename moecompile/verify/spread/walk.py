@@ -24,12 +24,12 @@ from .call import Call, flat
 from .digits import Digits, digits_of
 from .experts import numbers_of
 from .joins import packed
-from .layout import shapes_of
+from .layout import noted_ends, shapes_of
 from .readings import FILLED, RINGS, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
 from .rings import TAKES
 from .scales import Origin, Scales
 from .table import CARRIERS, name_of, rule_of
-from .views import MOVES
+from .views import MOVES, RESHAPES
 
 # what a value may be on all digits at once
 Value = tuple[tuple[Reading, ...], ...]
@@ -120,7 +120,7 @@ class _Walk:
         self.program, self.digits, self.coverage = program, digits, Coverage()
         self.outermost_first, self.turned = outermost_first, False
         self.shapes, self.scales = shapes_of(program), Scales(program)
-        self.values: dict[Node, Value] = {}
+        self.noted, self.values = noted_ends(program, self.shapes), dict[Node, Value]()
         self.items: dict[Node, list[Value]] = {}
         self.offsets = {node.name for node, item in program.items() if item.kind is InputKind.OFFSET and item.stride}
 
@@ -215,7 +215,7 @@ class _Walk:
         if rule is None:
             self._without_rule(node, operands, made)
         else:
-            call = Call(node, name_of(node.target), self.shapes, self.digits, offsets=self.offsets)
+            call = Call(node, name_of(node.target), self.shapes, self.digits, offsets=self.offsets, noted=self.noted)
             self.scales.check(node)
             self._ways(call, rule, operands, made)
         values = [tuple(dict.fromkeys(ways)) for ways in made]
@@ -279,7 +279,7 @@ class _Walk:
             return
         problem: tuple[int, ConflictError] | None = None
         known: dict[tuple[Any, ...], Any] = {}
-        sided = call.name.startswith("moe.") or call.name in MOVES  # these look at which digits an axis has
+        sided = call.name.startswith("moe.") or call.name in MOVES or call.name in RESHAPES  # which digits has an axis?
         for way in product(*(self.values[item] for item in operands)):
             columns: list[list[Options]] = []
             for at in range(len(self.digits.sizes)):
@@ -402,6 +402,8 @@ def _is(reading: Reading, due: Reading) -> bool:
     """Whether a result may be called what it should be."""
     if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or due.kind is Kind.UNKNOWN:
         return True
+    if reading.kind is Kind.PACKED:
+        return due.kind is not Kind.CUT and all(any(_is(way, due) for way in options) for _, options in reading.tag)
     if due.kind is Kind.SUM:
         return reading == SUM or reading.kind is Kind.COUNTS
     if due.kind is Kind.CUT:
