@@ -59,7 +59,7 @@ def test_no_rows_and_tensors_of_several_sizes_are_refused() -> None:
     assert microbatch_sizes((), {"a": torch.zeros(4), "b": torch.zeros(2, 8)}, plan) == [(2, 2)]
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("parts", thinned({"2": 2, "3": 3, "4": 4}, keep=("3",)))
 def test_one_rank(parts: int) -> None:
     """Steps of 7, 8 and 2 rows: even ones between uneven ones."""
     plan, steps = Plan(dp=1, microbatches=parts), batches(7, 8, 2)
@@ -81,7 +81,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", thinned(PLANS, keep=("pp", "pp-interleaved", "1-pp-dp")))
+@pytest.mark.parametrize("plan", thinned(PLANS, keep=("pp-interleaved",)))
 def test_ranks(ranks: Ranks, plan: Plan) -> None:
     of = plan.num_data_ranks
     stages.check(ranks, CONFIG, plan, batches=batches(8 * of, 7 * of, 2 * of))
