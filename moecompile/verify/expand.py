@@ -1,6 +1,7 @@
 """Write joined ops out again as the ops that they stand for, so that every check reads them by the rules of those.
 
-The same for tensors that travel in one collective: a gather or scatter of rows that lie side by side is one of each of them.
+The same for tensors that travel in one collective: a gather or scatter of rows that lie side by side is one of each of them. For
+gradients whose ops say nothing one by one a call that does stands, see `adjoints`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .. import meta, ops
 from ..compat import OpOverload
 from ..ops import cpu
 from ..program import Program
+from .adjoints import adjoints
 
 aten = torch.ops.aten
 _BUCKETED = (ops.all_gather, ops.reduce_scatter)
@@ -24,18 +26,23 @@ _JOINED = (cpu.grouped_mlp, cpu.grouped_mlp_backward)
 
 
 def expanded(program: Program) -> Program:
-    """The program with every grouped_mlp and its backward, and every bucket, written out; the program itself where it has none."""
+    """The program with every grouped_mlp and its backward, every bucket and such gradients written out; itself if it has none."""
     buckets = {
         node: source for node in graphs.find(program.graph, *_BUCKETED) if (source := _joined_in(node)) is not None
     }
-    if not buckets and not graphs.find(program.graph, *_JOINED):
+    formulas = adjoints(program.graph)
+    within = frozenset[Node]().union(*(formula.inner for formula in formulas.values()))
+    if not buckets and not formulas and not graphs.find(program.graph, *_JOINED):
         return program
     made, env = Graph(), dict[Node, Any]()
     for node in program.graph.nodes:
         if node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
-        elif node in buckets.values():
-            continue  # read by the collective alone
+        elif node in buckets.values() or node in within:
+            continue  # read by what is written out alone
+        elif node in formulas:
+            formula = formulas[node]
+            env[node] = formula.write(_Writer(made, node), *(env[operand] for operand in formula.operands))
         elif node in buckets:
             write = _Writer(made, node)
             members: Any = buckets[node].args[0]

@@ -123,3 +123,28 @@ class PerSequence(Layer):
 
 def test_equal_elements_of_a_dim_are_parts_of_it_where_it_is_flattened() -> None:
     proved(PerSequence(nn.Linear(8, 8), lambda part, x: part(x)), SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("use", "plan"),
+    [
+        (lambda part, x: x @ torch.linalg.matrix_exp(part.weight * 0.1), Plan(dp=2)),
+        (lambda part, x: part(x).logcumsumexp(1), SEQUENCE),
+    ],
+    ids=["matrix_exp", "logcumsumexp"],
+)
+def test_gradients_that_are_linear_only_as_a_whole(use: Callable[[nn.Module, Tensor], Tensor], plan: Plan) -> None:
+    proved(Layer(nn.Linear(8, 8), use), plan)
+
+
+class OfSequences(Layer):
+    """The likelihood of a whole sequence: its gradient comes to one class of each token."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.use(self.part, self.embed(ids))).log_softmax(-1)
+        found = logits.gather(-1, labels[..., None])[..., 0].sum(1)
+        return -F.logsigmoid(found[::2] - found[1::2]).mean()
+
+
+def test_equal_elements_stay_so_in_a_gradient_among_zeros() -> None:
+    proved(OfSequences(nn.Linear(8, 8), lambda part, x: part(x)), SEQUENCE)

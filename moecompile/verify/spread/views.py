@@ -165,8 +165,8 @@ def _slice_backward(call: Call) -> Options:
     if call.shape(source) == sizes and call.get("step", 1) == 1:
         return only(reading)
     if reading.kind is Kind.SAME:
-        kept = reading.dim if reading.dim == ALL_DIMS else reading.dim & ~(1 << dim)
-        return only(same(kept if start == "start" and kept != ALL_DIMS else 0))
+        order = [at - (at > dim and start == "index") for at in range(len(sizes))]
+        return only(same(sum(1 << at for at, was in enumerate(order) if at != dim and reading.dim >> was & 1)))
     if reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO):
         return only(reading)
     if start == "index":
