@@ -13,7 +13,7 @@ from ...placement.types import Shard
 from .call import Call, Rule, only
 from .elementwise import words
 from .layout import before, ends_with_ranks, reshaped
-from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
+from .readings import SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, moved_bits, same
 
 WITH_ROWS = (Kind.ROWS, Kind.AWAY)
 
