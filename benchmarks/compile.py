@@ -1,11 +1,12 @@
 """How long capture, recognition and the passes take, by number of layers and of experts: CPU seconds of one process, no ranks needed.
 
-    python -m benchmarks.compile [--model interface|loop] [--layers 2,4,8,16,32] [--experts 8,64,256] [--passes] [--json FILE]
+    python -m benchmarks.compile [--model interface|loop] [--layers 2,4,8,16,32] [--experts 8,64,256] [--wide] [--passes] [--json FILE]
 
 The program is that of one of two ranks with ep=2; verification after each pass is included, as in a real call. The last column
 is what one more layer (or expert) costs, from the first to the last size. ``interface`` is the model of the step benchmark, whose
 stacked experts transformers looks up; ``loop`` is `examples/qwen3_moe_plain.py`, whose loops over experts are recognised. Layers
-are counted with 8 experts, experts with 2 layers. ``--passes`` shows each pass.
+are counted with 8 experts, experts with 2 layers. ``--passes`` shows each pass. ``--wide`` traces 16 layers of 64 experts for one of
+1024 ranks, on every axis at once but pp, proof included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,12 @@ def loop(layers: int, experts: int) -> Built:
 MODELS: dict[str, Callable[[int, int], Built]] = {"interface": interface, "loop": loop}
 
 
-def measure(kind: str, layers: int, experts: int) -> dict[str, float]:
+NARROW = mc.Plan(dp=2, ep=2)
+WIDE = mc.Plan(dp=64, cp=4, tp=4, ep=64, etp=2, sequence_parallel=True)
+
+
+def measure(kind: str, layers: int, experts: int, plan: mc.Plan = NARROW) -> dict[str, float]:
     """CPU seconds of capture and of every pass, and the number of nodes at the end."""
-    plan = mc.Plan(dp=2, ep=2)
     model, (args, kwargs) = MODELS[kind](layers, experts)
     request = Request(args, kwargs, plan)
     start = time.process_time()
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--experts", default="8,64,256", help="empty: leave the numbers of experts out")
     parser.add_argument("--model", choices=list(MODELS), default="interface")
     parser.add_argument("--passes", action="store_true", help="show each pass")
+    parser.add_argument("--wide", action="store_true", help="one of 1024 ranks, 16 layers")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     measure(args.model, 1, 8)  # the first capture of a process also imports and registers
@@ -100,6 +106,12 @@ def main() -> None:
         if sizes:
             found[what] = [measure(args.model, *((size, 8) if what == "layers" else (2, size))) for size in sizes]
             show(sizes, what, found[what] if args.passes else [summary(one) for one in found[what]])
+    if args.wide:
+        plans = [WIDE, replace(WIDE, passes="+shard-sequence{attention=ring}")]
+        found["wide"] = [measure(args.model, 16, 64, plan) for plan in plans]
+        for plan, one in zip(plans, found["wide"], strict=True):
+            kept = one if args.passes else summary(one)
+            print(plan, *(f"{stage}: {kept[stage]:.2f}" for stage in kept), sep="\n  ")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -14,7 +14,7 @@ from .compilation import Request, compile_call
 from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
-from .parallel_model import ParallelModel
+from .parallel_model import ParallelModel, refuse_parallel
 from .passes.record_metrics import DROPPED, TOKENS_PER_EXPERT
 from .plan import Plan
 from .program import AUX, Program
@@ -42,6 +42,7 @@ def parallelize(
 
     Raises PlanError for a plan that does not fit the ranks or this release, CaptureError for a model that cannot be captured.
     """
+    refuse_parallel(model)
     plan.check_supported()
     plan = plan.resolve(process_groups.world_size())
     check_experts(model, plan)

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import pipeline as pipelines
 from .capture import Captured, batch_inputs, capture_model, compare_capture, globalize, log_left_out, note_local_numbers
+from .capture.batch import leaf_names
 from .compat import tree_flatten, tree_unflatten, without_autocast
 from .errors import CaptureError, PlanError
 from .mesh import Mesh
@@ -119,6 +120,13 @@ def compile_call(
             f"the call returns no loss, and the stages of pp={request.plan.pp} run forward and backward in one call; let the model return "
             "its loss, pass loss_fn to parallelize, or call it under torch.no_grad()."
         )
+    if learns and not step and request.plan.deterministic:
+        raise CaptureError(
+            "the call returns no loss, so its backward runs in autograd, where Plan(deterministic=True) does not reach; let the model "
+            "return its loss, pass loss_fn to parallelize, or call torch.use_deterministic_algorithms(True) instead."
+        )
+    if step:
+        _refuse_gradients_of_inputs(model, request)
     passes = pipelines.parse(pipeline or default_pipeline(request.plan, step=step), PASSES)
     if not synced or request.plan.pp > 1:  # stages add up their microbatches first
         passes = tuple(item for item in passes if Fact.GRADS_SYNCED not in item.provides)
@@ -138,6 +146,19 @@ def compile_call(
             request.plan.num_data_ranks,
         )
     return program
+
+
+def _refuse_gradients_of_inputs(model: nn.Module, request: Request) -> None:
+    """A step gives gradients of parameters only: CaptureError where an argument of the call waits for one."""
+    leaves, _ = tree_flatten((request.args, request.kwargs))
+    names = leaf_names(request.args, request.kwargs, model.forward)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"the argument {name} requires a gradient, but a call that returns its loss runs forward and backward at once and has "
+                f"gradients of its parameters only; make what computes {name} a part of the model, compute the loss outside, from what the "
+                "model returns, or detach the argument."
+            )
 
 
 def _warn_about_unrouted(program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.fx.node import map_arg
 
 from . import meta
 from .compat import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, rename_node, tree_map, without_new_symbols
+
+_KNOWN = "moecompile_known"  # attribute of a fake mode: values by their calls
+_NUMBERS = (bool, int, float)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -45,11 +49,95 @@ def mode_of(graph: Graph) -> FakeTensorMode:
 
 
 def compute(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
-    """The fake value of a call whose arguments are nodes or constants."""
+    """The fake value of a call whose arguments are nodes or constants.
+
+    A call of an op is computed once for all calls with the same constants and with operands of the same type, shape, strides and
+    device, as identical layers have many; each gets tensors of its own, which remember sizes that were read from them.
+    """
     fake_args = map_arg(args, meta.value)
     fake_kwargs = map_arg(kwargs, meta.value)
+    sizes: dict[Any, torch.SymInt] = {}  # those of the operands that are known at run time; each call has its own
+    called = (target, fake_args, fake_kwargs, torch.get_default_dtype())
+    key = _signature(called, sizes) if _is_settled(target) else None
+    known: dict[Any, Any] = vars(mode).setdefault(_KNOWN, {})  # lives as long as the mode
+    if key is not None and key in known:
+        return _again(known[key], list(sizes.values()), mode)
     with mode, torch.no_grad(), without_new_symbols(mode):
-        return target(*fake_args, **fake_kwargs)
+        found = target(*fake_args, **fake_kwargs)
+    if key is not None:
+        form = _form(found, {symbol: at for at, symbol in enumerate(sizes)})
+        if form is not None:
+            known[key] = form
+    return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor that is nothing but its type, sizes and strides. A run-time size is the place of the operands' that it equals, as text."""
+
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _form(found: Any, places: dict[Any, int]) -> Any:
+    """What is known of a result, a tensor or a tuple of them; None where that is not all of it."""
+    if isinstance(found, (tuple, list)):
+        forms = [_form(item, places) for item in found]
+        return None if None in forms else type(found)(forms)
+    if not isinstance(found, FakeTensor) or found.storage_offset() or found.is_conj() or found.is_neg():
+        return None
+    sizes: list[int | str] = []
+    for size in (*found.shape, *found.stride()):
+        if isinstance(size, torch.SymInt) and size.node.expr not in places:
+            return None
+        sizes.append(str(places[size.node.expr]) if isinstance(size, torch.SymInt) else size)
+    return _Form(tuple(sizes[: found.dim()]), tuple(sizes[found.dim() :]), found.dtype, found.device)
+
+
+def _again(form: Any, sizes: list[torch.SymInt], mode: FakeTensorMode) -> Any:
+    """Another value of a known form."""
+    if not isinstance(form, _Form):
+        return type(form)(_again(item, sizes, mode) for item in form)
+    shape, stride = (
+        [sizes[int(size)] if isinstance(size, str) else size for size in part] for part in (form.shape, form.stride)
+    )
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=form.dtype, device=form.device)
+
+
+def _is_settled(target: Any) -> bool:
+    """Whether the value of a call depends on nothing but its arguments."""
+    return isinstance(target, OpOverload) and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def _signature(found: Any, sizes: dict[Any, torch.SymInt]) -> Any:
+    """Equal for values that no fake rule can tell apart, whatever their run-time ``sizes`` are called; None for something unknown."""
+    if isinstance(found, FakeTensor):
+        numbers = tuple(_size(size, sizes) for size in (*found.shape, *found.stride(), found.storage_offset()))
+        return (numbers, found.dtype, found.device, found.is_conj(), found.is_neg())
+    if isinstance(found, torch.SymInt):
+        return (torch.SymInt, _size(found, sizes))
+    if isinstance(found, (tuple, list, dict)):
+        items = [_signature(item, sizes) for item in (found.items() if isinstance(found, dict) else found)]
+        return None if None in items else (type(found), *items)
+    plain = isinstance(
+        found, (*_NUMBERS, str, OpOverload, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    )
+    if not plain and found is not None:
+        return None
+    return (type(found), repr(found) if isinstance(found, float) else found)  # -0.0 is not 0.0, and nan is itself
+
+
+def _size(size: Any, sizes: dict[Any, torch.SymInt]) -> Any:
+    """A size; one that is known at run time by its place among the call's, and what is computed of some by its formula."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if not size.node.expr.is_Symbol:
+        return size.node.expr
+    sizes.setdefault(size.node.expr, size)
+    return str(list(sizes).index(size.node.expr))
 
 
 def op_name(target: Any) -> str:
@@ -137,14 +225,34 @@ def refresh(node: Node, mode: FakeTensorMode) -> None:
         node.meta["val"] = compute(node.target, node.args, node.kwargs, mode)  # type: ignore[arg-type]
 
 
-def between(graph: Graph, starts: Iterable[Node], end: Node) -> list[Node]:
-    """Nodes on a path from ``starts`` to ``end``, both left out, in graph order."""
-    reached = set(starts)
-    for node in graph.nodes:
-        if node not in reached and any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    wanted = ancestors(end)
-    return [node for node in graph.nodes if node in reached and node in wanted and node not in set(starts)]
+def between(starts: Iterable[Node], end: Node) -> list[Node]:
+    """Nodes on a path from ``starts`` to ``end``, both left out, in graph order. Looks at no node behind ``end``."""
+    first = set(starts)
+    reached, todo = set(first), list(first)
+    while todo:
+        for user in todo.pop().users:
+            if user not in reached and user < end:
+                reached.add(user)
+                todo.append(user)
+    found, todo = set[Node](), [end]
+    while todo:  # whatever lies on a path has been reached, so that nothing else has to be looked at
+        for source in todo.pop().all_input_nodes:
+            if source in reached and source not in found:
+                found.add(source)
+                todo.append(source)
+    return sorted(found - first)
+
+
+def descendants(start: Node, stop: Iterable[Any] = ()) -> list[Node]:
+    """Everything that depends on ``start``, without itself, in no order; the search does not go past calls of ``stop``."""
+    barrier, seen, todo = set(stop), dict[Node, None](), [start]
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen:
+                seen[user] = None
+                if user.target not in barrier:
+                    todo.append(user)
+    return list(seen)
 
 
 def ancestors(*nodes: Node, stop: Iterable[Node] = ()) -> set[Node]:
@@ -190,6 +298,8 @@ def symbolic_sizes(found: Any) -> Iterator[torch.SymInt]:
             pending.extend(size for size in item.shape if isinstance(size, torch.SymInt))
         elif isinstance(item, (tuple, list)):
             pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
 
 
 def map_nodes(tree: Any, fn: Callable[[Node], Any]) -> Any:

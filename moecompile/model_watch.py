@@ -20,7 +20,7 @@ from .errors import CaptureError
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SETS = (set, frozenset)
 _CONTAINERS = (dict, list, tuple, *_SETS)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_ITEMS, _DEEPEST = 64, 4  # of a container, and containers in containers
 
 

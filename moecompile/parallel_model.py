@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import grads, meta_init, optimizer_guard
 from .balance import Balance
-from .capture import batch_inputs, leaf_names
+from .capture import batch_inputs
 from .compat import tree_flatten
 from .compilation import Request, compile_call, microbatch_sizes
 from .compiled import CompiledCall
@@ -24,8 +24,9 @@ from .expert_copies import refuse_copies
 from .mesh import Mesh
 from .model_watch import ModelWatch
 from .optimizer_state import cut_loaded
+from .part_guard import guard
 from .plan import Plan
-from .program import OutputKind, Program
+from .program import Program
 from .reduction import reduce_flat
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
@@ -34,7 +35,7 @@ from .stages import holders
 from .state import State, fill_meta, save_pretrained
 from .uneven import UnevenCall
 from .verify.order import agreement
-from .weights import Weights
+from .weights import Weights, is_share
 
 _LOG = logging.getLogger("moecompile")
 _MANY_SHAPES = 4
@@ -74,6 +75,13 @@ class ParallelModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if (
+                name == "_ddp_params_and_buffers_to_ignore"
+            ):  # all that DistributedDataParallel asks of a module before it communicates
+                raise TypeError(
+                    "a parallel model reduces its own gradients, and DistributedDataParallel around it would wait for parameters that "
+                    "other ranks hold; use it as it is (with Accelerate: prepare the optimizer and the loader, not the model)."
+                ) from None
             if name in _REFUSED:
                 raise AttributeError(
                     f"'{name}' would run the plain model's own code on this rank's share of the weights; {_REFUSED[name]}"
@@ -175,15 +183,16 @@ class ParallelModel(nn.Module):
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall | UnevenCall:
         """Agree with the other ranks on the call, and return its program, compiled on first sight."""
         state = self._state
-        signature, error, compiled = "", None, None
+        signature, error, compiled, data = "", None, None, (0, 0, 0)
         try:
             signature = call_signature(self.plain, args, kwargs) + ("" if state.sync else "\nno_sync")
             signature += self._changes()
             microbatch_sizes(args, kwargs, state.plan)
+            data = self._data(args, kwargs)
         except Exception as found:
             error = found
         if state.control:
-            control.agree(state.groups, signature, error, self._data(args, kwargs))
+            control.agree(state.groups, signature, error, data)
         elif error is not None:
             raise error
         compiled = state.cache.get(signature)
@@ -227,7 +236,6 @@ class ParallelModel(nn.Module):
                 programs.append(compile_call(self.plain, request, shapes=shapes, synced=state.sync, compare=first))
                 if programs[0].plan.microbatches == 1:
                     break
-            _refuse_input_gradients(self.plain, request, programs[0])
         except Exception as found:
             error = found
         text = "" if error is not None else "\n".join(agreement(program) for program in programs)
@@ -248,6 +256,7 @@ class ParallelModel(nn.Module):
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
         if state.watch is None:
+            guard(self.plain, state.weights.shapes)
             state.watch = ModelWatch(self.plain)
         return self._bound(programs, sizes)
 
@@ -274,6 +283,7 @@ class ParallelModel(nn.Module):
                 counts = state.weights.counts(name)
                 state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(model) would trace the compiler
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         grads.in_optimizer(False)  # it may have stopped with an error
@@ -307,6 +317,18 @@ class ParallelModel(nn.Module):
         return {param: axis for call in self._state.cache.values() for param, axis in call.summed_over().items()}
 
 
+def refuse_parallel(model: nn.Module) -> None:
+    """CaptureError where a model that shall be made parallel is so already, or holds a rank's share of one that is."""
+    parallel = any(isinstance(module, ParallelModel) for module in model.modules())
+    share = next((name for name, item in model.named_parameters() if is_share(item)), None)
+    if parallel or share is not None:
+        found = "a parallel model" if parallel else f"this rank's share of '{share}', which another plan has cut"
+        raise CaptureError(
+            f"{type(model).__name__}: the model to make parallel holds {found}; pass a plain model, and bring the weights in with "
+            "load_state_dict(full_state_dict(model))."
+        )
+
+
 def _digest(tensors: Iterable[Tensor]) -> int:
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
@@ -316,6 +338,12 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 
 class _State:
     """What belongs to the wrapper and not to the model."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled: it holds process groups and this rank's share of the weights; save "
+            "full_state_dict(model), or model.state_dict() with torch.distributed.checkpoint."
+        )
 
     weights: Weights
     layout: State
@@ -353,19 +381,6 @@ _REFUSED = {
     "generate": "gather the weights with moecompile.full_state_dict(model), load them into a plain model and generate there.",
     "push_to_hub": "save with moecompile.full_state_dict(model) and push from a plain model.",
 }
-
-
-def _refuse_input_gradients(model: nn.Module, request: Request, program: Program) -> None:
-    """CaptureError for arguments that wait for a gradient which a step does not give them."""
-    if not torch.is_grad_enabled() or all(item.kind is not OutputKind.LOSS for item in program.outputs):
-        return
-    leaves, _ = tree_flatten((request.args, request.kwargs))
-    for leaf, name in zip(leaves, leaf_names(request.args, request.kwargs, model.forward), strict=True):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise CaptureError(
-                f"the argument '{name}' requires a gradient, but a call that returns its loss gives gradients to the model's parameters "
-                "alone; put what computes it into the model, pass it detached, or let the model return scores and take their loss outside."
-            )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -60,7 +60,8 @@ class Plan:
     gets in addition.  `strict` refuses a line of the model that no placement
     rule can compute in parts; without it the line is gathered, runs whole on every rank and is reported.
     `router_dtype` and `reduce_dtype` of None keep the model's own; gradients are summed over ranks and microbatches in
-    `reduce_dtype` and rounded once.  `timeout` is in seconds.
+    `reduce_dtype` and rounded once.  `deterministic` runs steps with torch's deterministic algorithms: twice the same bits.
+    `timeout` is in seconds.
 
     Raises PlanError naming field, value, rule and the nearest legal values.
     """
@@ -218,10 +219,6 @@ class Plan:
                 "reduce_dtype",
                 self.reduce_dtype,
                 "pipeline stages that sum gradients in their own type; leave reduce_dtype out",
-            )
-        if self.deterministic:
-            raise _unsupported(
-                "deterministic", True, "torch's own switch only; call torch.use_deterministic_algorithms(True) instead"
             )
 
     def to_toml(self) -> str:

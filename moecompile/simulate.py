@@ -51,8 +51,9 @@ def simulate_ranks(
     collective or message that one rank misses is a VerifyError at once, not a hang.
     """
     plan = plan.resolve(len(batches))
-    plan.check_supported()
-    if plan.microbatches != 1 and plan.pp == 1:
+    if plan.pp > 1:
+        plan.check_supported()
+    elif plan.microbatches != 1:
         raise PlanError("simulate_ranks runs one microbatch; call it once per microbatch with microbatches=1.")
     calls = [split_call(batch) for batch in batches]
     if program is None:

@@ -41,11 +41,12 @@ class StepResult:
         return gradients
 
 
-def _refuse_second_derivatives() -> None:
+def _refuse_graph() -> None:
+    """RuntimeError in a backward that shall be differentiated again."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward was called with create_graph=True, but the gradients of a parallel model have no derivatives of their own; leave it "
-            "out, or compute what needs second derivatives inside the model."
+            "backward was called with create_graph=True, but gradients of a parallel model's weights are summed over ranks and have no "
+            "graph of their own; compute what needs second derivatives inside the model or in loss_fn, or leave create_graph out."
         )
 
 
@@ -58,7 +59,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        _refuse_second_derivatives()
+        _refuse_graph()
         return (None, None, *ctx.result.take(grads[0]))
 
 
@@ -104,7 +105,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second_derivatives()
+        _refuse_graph()
         own = [None if grad is None else grad.clone() for grad in grads]
         ctx.reduce(own)
         return (None, *own)

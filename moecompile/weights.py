@@ -187,6 +187,8 @@ class Weights:
         tensor = find(self.model, name)
         grad, tensor.grad = tensor.grad, None
         self._note(name, cut)
+        if any(self.mesh.size(axis) > 1 for axis in cut.axes.split("+")):
+            tensor.__dict__[_SHARE] = True
         if cut.parts:
             # contiguous, or a copy of it onto itself would look like one onto another part of the same memory
             part = cut.part(tensor.data, self.mesh, self.rank)
@@ -299,10 +301,19 @@ def find(model: nn.Module, name: str) -> Tensor:
     return found
 
 
+_SHARE = "_moecompile_share"
+
+
+def is_share(tensor: Tensor) -> bool:
+    """Whether a plan has left this rank a part of the tensor."""
+    return _SHARE in tensor.__dict__
+
+
 def _empty(tensor: Tensor) -> None:
     """Take a weight's data, and its gradient's, where other ranks hold them."""
     grad, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.new_empty(0)
+    tensor.__dict__[_SHARE] = True
     tensor.grad = None if grad is None else grad.new_empty(0)
 
 

@@ -103,7 +103,7 @@ def find_regions(graph: Graph, permute: Node) -> list[Region]:
     for node in graphs.find(graph, ops.unpermute):
         if node.args[1] is not parts.get(2):
             continue
-        body = graphs.between(graph, [parts[0]], node)
+        body = graphs.between([parts[0]], node)
         if not any(item.target is ops.grouped_linear for item in body):
             raise PassError(
                 f"insert-dispatch: {meta.where(node)} brings back rows that no expert computed; give the layer expert weights or use ep=1."
@@ -146,7 +146,7 @@ def _exchange_sizes(graph: Graph, region: Region, ctx: PassContext) -> _Sizes:
 def _alltoall(graph: Graph, region: Region, ctx: PassContext) -> None:
     """Rows go to the rank of their expert, and to all that hold parts of it."""
     ep = ctx.mesh.size("ep")
-    first = min([*region.body, *region.travelling], key=list(graph.nodes).index)
+    first = min([*region.body, *region.travelling])
     here = meta.tensor(region.rows).shape[0]
 
     def make(target: Any, *args: Any, like: Node = region.permute) -> Node:
@@ -198,7 +198,7 @@ def _allgather(graph: Graph, region: Region, ctx: PassContext) -> None:
     held = int(region.permute.args[2]) // ctx.mesh.size("ep")  # type: ignore[arg-type]
     num_tokens, top_k = region.unpermute.args[2], region.unpermute.args[3]  # rows may stand for choices or for tokens
     assert isinstance(num_tokens, int)
-    first = min(region.body, key=list(graph.nodes).index)
+    first = min(region.body)
 
     def make(target: Any, *args: Any, like: Node = region.permute) -> Node:
         return graphs.call(graph, target, *args, like=like, mode=mode)
@@ -283,4 +283,4 @@ def _probs_before_last_linear(graph: Graph, region: Region, ctx: PassContext) ->
     region.unpermute.args = region.unpermute.args[:4]
     region.unpermute.kwargs = {}
     region.travelling.append(weights)
-    region.body[:] = graphs.between(graph, [region.rows, weights], region.unpermute)
+    region.body[:] = graphs.between([region.rows, weights], region.unpermute)

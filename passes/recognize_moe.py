@@ -24,6 +24,7 @@ from moecompile.recognition import ACCEPTED, find_layers
 from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
 from moecompile.recognition.rowwise import is_linear
+from moecompile.recognition.several_factors import as_pairs
 from moecompile.recognition.unjoin import unjoin
 from moecompile.recognition.unrouted import Unrouted, find_lookups, find_parallel
 from moecompile.recognition.write import Writer
@@ -46,6 +47,7 @@ class RecognizeMoe(Pass):
             if permute.name not in known:
                 program.layers.append(_canonical_record(permute, dict(program.items())))
         as_products(graph.graph, ctx.mode)
+        as_pairs(graph.graph, ctx.mode)
         unjoin(graph.graph, ctx.mode)
         unrouted: list[Unrouted] = []
         layers = find_layers(graph.graph, dict(program.items()), program.constants, unrouted)
@@ -115,10 +117,10 @@ def _refuse_unread_experts(graph: Graph) -> None:
 
 def _canonical_record(permute: Node, inputs: dict[Node, Input]) -> dict[str, Any]:
     """The record of a layer that is in ``moe::`` ops already."""
-    users = [node for node in graphs.find(permute.graph, ops.grouped_linear) if permute in graphs.ancestors(node)]
-    own = [node for node in users if permute in graphs.ancestors(node, stop=graphs.find(permute.graph, ops.unpermute))]
+    own = [node for node in graphs.descendants(permute, stop=(ops.unpermute,)) if node.target is ops.grouped_linear]
     weights = [arg for node in own for arg in node.args[2:4] if isinstance(arg, Node)]
-    names = [name for node in inputs if node in {*weights, *graphs.ancestors(*weights)} for name in inputs[node].fqns]
+    read = {*weights, *graphs.ancestors(*weights)}
+    names = [name for node in inputs if node in read for name in inputs[node].fqns]
     ids: Any = permute.args[1]
     return {
         "module": meta.module_path(permute),

@@ -5,6 +5,8 @@ After:   embedding(this rank's part of ids) -> ... -> attention(q, all_gather(k)
 
 With attention=alltoall (Ulysses, arXiv 2309.14509):
          ... -> all_to_all(attention(all_to_all(q), all_to_all(k), all_to_all(v))) -> ...: the whole sequence for 1 / cp of the heads
+With attention=ring (arXiv 2310.01889), cp times:
+         kv = rotate(kv); out, lse = merge_attention(out, lse, *attention_part(q, kv)): keys and values of one rank after the other
 
 Ranks of one cp group pass the same tensors; each embeds its part of the sequence. What follows is decided by the rules of
 ``moecompile/placement``: attention reads all keys and values, positions, masks and labels are cut as the activations are, and ops along
@@ -24,7 +26,9 @@ from moecompile import graph as graphs
 from moecompile import meta
 from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.placement.call import Call, Decision, Walk
 from moecompile.placement.outputs import finish, is_placed, trained_values
+from moecompile.placement.rules_ring import emit_ring, ring, why_not
 from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
 from moecompile.placement.types import REPLICATE, Placement, Shard
@@ -39,10 +43,10 @@ class ShardSequence(Pass):
     """Cut the sequence over cp, beginning at the embedding of the tokens.
 
     ``attention``: gather keys and values, or turn the cut from the sequence to the heads and back, which sends less with many ranks and
-    gives all of them equal shares of a causal mask.
+    gives all of them equal shares of a causal mask, or let keys and values go round the ranks, each of which sees one part at a time.
     """
 
-    attention: Literal["allgather", "alltoall"] = "allgather"
+    attention: Literal["allgather", "alltoall", "ring"] = "allgather"
 
     name: ClassVar[str] = "shard-sequence"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED})
@@ -69,6 +73,8 @@ class ShardSequence(Pass):
             walk.reads[node] = {ids: {AXIS: Shard(1)}}
         if self.attention == "alltoall":
             _turn_to_heads(graph, ctx, walk)
+        elif self.attention == "ring":
+            _go_round(graph, ctx, walk)
         for node, _ in ctx.program.items():
             walk.add_placeholder(node, {AXIS: REPLICATE})
         for node in graph.graph.nodes:
@@ -103,6 +109,36 @@ def _turn_to_heads(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
             asked[mask] = {AXIS: Shard(len(shape) - 3) if wide else REPLICATE}
         walk.reads[node] = asked
         walk.wants[node] = {AXIS: Shard(heads + 1)}
+
+
+def _go_round(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
+    """Let keys and values of attention go round the ranks, where its operands allow it."""
+    ranks, trained = ctx.mesh.size(AXIS), walk.differentiated
+    rings = set()
+    for node in graphs.find(graph, _ATTENTION):
+        reason = why_not(node, ranks, trained)
+        if reason:
+            ctx.decline(node.name, f"{meta.where(node)}: {reason}; its keys and values are gathered")
+        else:
+            rings.add(node)
+    usual_rule, usual_emitter = walk.rules[_ATTENTION], walk.emitters[_ATTENTION]
+
+    def rule(call: Call) -> Decision:
+        return (
+            ring(call) if call.node in rings and _is_along(call.node, call.placed(call.args[0])) else usual_rule(call)
+        )
+
+    def emitter(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
+        along = node in rings and _is_along(node, decisions[AXIS].out)
+        return emit_ring(walk, node, AXIS, decisions) if along else usual_emitter(walk, node, decisions)
+
+    walk.rules = {**walk.rules, _ATTENTION: rule}
+    walk.emitters = {**walk.emitters, _ATTENTION: emitter}
+
+
+def _is_along(node: Node, placed: object) -> bool:
+    """Whether queries, and so the result, are cut along the sequence."""
+    return placed == Shard(meta.tensor(node).dim() - 2)
 
 
 def _is_of_tokens(node: Node) -> bool:

@@ -13,7 +13,8 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Executor:
 
     ``inputs`` line up with the placeholders, the returned tuple with ``program.outputs``.  Graphs at step
     level hold their own backward and run without autograd.  ``ranges``: put profiler ranges that carry module
-    names around the nodes of each module; None means only while a profiler is on.  Raises PeerError when a
-    peer died or did not arrive in time.
+    names around the nodes of each module; None means only while a profiler is on.  Under ``Plan(deterministic=True)`` it
+    runs with torch's deterministic algorithms.  Raises PeerError when a peer died or did not arrive in time.
     """
 
     def __init__(self, program: Program, groups: ProcessGroups, *, ranges: bool | None = None) -> None:
@@ -46,6 +47,7 @@ class Executor:
         self._ranged: GraphModule | None = None
         self._num_inputs = len(program.inputs)
         self._no_grad = program.level is Level.STEP
+        self._deterministic = program.plan.deterministic
 
     @property
     def code(self) -> str:
@@ -64,7 +66,8 @@ class Executor:
         if self.ranges or (self.ranges is None and profiler_enabled()):
             module = self._with_ranges()
         try:
-            outputs: tuple[Any, ...] = module.forward(*inputs)
+            with deterministic() if self._deterministic else nullcontext():
+                outputs: tuple[Any, ...] = module.forward(*inputs)
             return outputs
         except Exception as error:
             node = _failed_node(error, module)
@@ -93,6 +96,17 @@ class Executor:
             "Plan(timeout=...).",
             missing,
         )
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Torch's deterministic algorithms inside, whatever is set outside."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _failed_node(error: BaseException, module: GraphModule) -> Node | None:

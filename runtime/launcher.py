@@ -72,6 +72,7 @@ def launch(
     """
     task = Task(str(fn) if isinstance(fn, (str, Path)) else fn, args)
     backend = None if isinstance(task.target, str) else backend
+    _check_can_start(fn)
     with _sigterm_as_exit(), _Ranks(world_size, env or {}, backend) as ranks:
         results = ranks.call(task, timeout)
         ranks.finish()
@@ -103,6 +104,7 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call ``fn(rank, *args)`` on every rank; results in rank order. Raises as `launch` does."""
+        _check_can_start(fn)
         if self._ranks is None:
             self._ranks = _Ranks(self.world_size, self._env, self._backend)
         try:
@@ -134,8 +136,10 @@ class _Ranks:
     """The processes of one launch, each with a pipe; the parent hosts the rendezvous store."""
 
     def __init__(self, world_size: int, env: Mapping[str, str], backend: str | None) -> None:
-        if world_size < 1:
-            raise ValueError(f"launch: world_size is {world_size}, at least one rank is needed.")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(
+                f"launch: world_size is {world_size!r}, but a whole number of at least one rank is needed."
+            )
         self.world_size = world_size
         self.processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
@@ -214,7 +218,14 @@ class _Ranks:
         how = f"exited with code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return Reply(rank, error=f"the process {how} before it returned", moment=time.monotonic())
+        if not self._dump_file(rank).exists():
+            guard = 'if __name__ == "__main__":'
+            how += (
+                f" while it imported the program (see what it printed); what starts ranks has to stand under `{guard}`"
+            )
+        else:
+            how += " before it returned"
+        return Reply(rank, error=f"the process {how}", moment=time.monotonic())
 
     def _fail(self, replies: dict[int, Reply]) -> None:
         """Give the other ranks a moment to report, kill all, and raise the failure that came first."""
@@ -283,6 +294,17 @@ class _Ranks:
 
 
 # ---- around the start --------------------------------------------------------------------------------------
+
+
+def _check_can_start(target: Callable[..., Any] | str | Path) -> None:
+    """RuntimeError where ranks could not import the program that starts them, or the function that they are to run."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    named = getattr(target, "__module__", None) == "__main__"
+    if (file is None and named) or (file or "").startswith("<"):
+        raise RuntimeError(
+            f"launch: {target!r} is to run, but ranks cannot import a program without a file (a prompt, a pipe, -c, a notebook); put the "
+            "function into a file and import it from there, or use simulate_ranks, which needs no other processes."
+        )
 
 
 def _loopback_store() -> tuple[TCPStore, int]:

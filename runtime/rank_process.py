@@ -103,7 +103,7 @@ def _answer(payload: bytes, setup: Setup) -> Reply:
             result = None
         else:
             result = task.target(rank, *task.args)
-        return Reply(rank, result=pickle.dumps(result))
+        return Reply(rank, result=_sent(task.target, result))
     except BaseException as error:  # SystemExit and KeyboardInterrupt of user code included
         return Reply(
             rank,
@@ -113,6 +113,14 @@ def _answer(payload: bytes, setup: Setup) -> Reply:
             peer_fault=is_peer_fault(error),
             moment=time.monotonic(),
         )
+
+
+def _sent(target: Any, result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        name = getattr(target, "__qualname__", target)
+        raise TypeError(f"what {name} returns cannot be sent back ({error}); return plain data or tensors.") from error
 
 
 def _run_script(path: str, args: Sequence[Any]) -> None:

@@ -167,7 +167,7 @@ def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
 
 
 # collectives of equal parts, whose second argument is the size of the group
-_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all)
+_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all, ops.rotate)
 
 
 def _meet(waiting: dict[int, _Stop | Awaited]) -> dict[int, Tensor | None]:
@@ -319,11 +319,17 @@ def _all_to_all(stops: list[_Stop]) -> list[Tensor]:
     return [torch.cat([source[i] for source in parts], concat_dim) for i in range(len(stops))]
 
 
+def _rotate(stops: list[_Stop]) -> list[Tensor]:
+    steps = int(stops[0].args[2])
+    return [stops[(at - steps) % len(stops)].x.clone() for at in range(len(stops))]
+
+
 _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.all_reduce: _all_reduce,
     ops.all_gather: _all_gather,
     ops.reduce_scatter: _reduce_scatter,
     ops.all_to_all: _all_to_all,
+    ops.rotate: _rotate,
     ops.exchange_counts: _exchange_counts,
     ops.dispatch: _exchange,
     ops.combine: _exchange,

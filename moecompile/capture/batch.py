@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ def batch_inputs(
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
     found: dict[int, int] = {}
     for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+        if hides_tensors(leaf):
+            raise CaptureError(
+                f"the argument {name} is a {type(leaf).__name__} that holds tensors, which would be taken for constants; pass tensors by "
+                "themselves, or in tuples, lists or dicts."
+            )
         if not isinstance(leaf, torch.Tensor):
             continue
         override = [key for key in given if _belongs(name, key)]
@@ -75,6 +80,21 @@ def batch_inputs(
             raise CaptureError(f"batch_dims says that {name} is split along dim {dim}, but it has {leaf.dim()} dims.")
         found[index] = dim % leaf.dim()
     return found
+
+
+def hides_tensors(leaf: Any) -> bool:
+    """Whether a leaf of what is passed or returned is no tensor, but an object that has some."""
+    return not isinstance(leaf, torch.Tensor) and any(isinstance(item, torch.Tensor) for item in _members(leaf))
+
+
+def _members(value: Any) -> Iterator[Any]:
+    """The values in an object's attributes, and in its lists one level down."""
+    for item in vars(value).values() if hasattr(value, "__dict__") else ():
+        yield item
+        if isinstance(item, (list, tuple)):
+            for part in item:
+                yield part
+                yield from vars(part).values() if hasattr(part, "__dict__") else ()
 
 
 def _belongs(leaf: str, name: str) -> bool:

@@ -28,7 +28,9 @@ from moecompile.capture.marks import Marked
 from moecompile.capture.results import Results
 from moecompile.capture.surroundings import Surroundings
 from moecompile.capture.watch import watched
+from moecompile.capture.where import forward_line
 from moecompile.compat import FakeTensorMode, TreeSpec, reparametrize_module, tree_flatten, tree_unflatten
+from moecompile.errors import CaptureError
 
 _ROOT = "model"  # attribute of the traced module that holds the user's model
 
@@ -78,6 +80,7 @@ def capture_model(
     `CaptureError` for what no graph can express: side effects on parameters, buffers, attributes or inputs, control
     flow and numbers that depend on values, custom autograd functions.
     """
+    _refuse_backward_hooks(model)
     leaves, in_spec = tree_flatten((args, kwargs))
     mode = ir.fake_mode()
     names = first_names(model)
@@ -93,6 +96,16 @@ def capture_model(
     results.attributes.forget()
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
     return lifter.finish(type(model).__name__, results, in_spec)
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    """Hooks of modules in the backward see gradients between modules, which a captured step does not hand out."""
+    for path, module in model.named_modules():
+        if torch.is_grad_enabled() and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"{forward_line(module)}: {path or 'the model'} has a backward hook, which a captured step would not call; hook parameters "
+                "instead (param.register_hook), or write a torch.autograd.Function with that backward."
+            )
 
 
 def _settled(

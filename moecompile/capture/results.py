@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from moecompile.capture.attributes import Attributes
+from moecompile.capture.batch import hides_tensors
 from moecompile.capture.hf_cache import is_cache, register_cache
 from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
@@ -80,20 +80,10 @@ def _check_leaves(leaves: list[Any], model: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError(f"{model}.forward returns a number read out of a tensor; return the tensor itself.")
-        if not isinstance(leaf, torch.Tensor) and any(isinstance(item, torch.Tensor) for item in _members(leaf)):
+        if hides_tensors(leaf):
             raise CaptureError(
-                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists, "
-                f"dicts or dataclasses (where it is a cache: pass use_cache=False)."
+                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists or "
+                f"dicts (where it is a cache: pass use_cache=False)."
             )
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise CaptureError(f"{model}.forward returns no tensor; return the loss or the output.")
-
-
-def _members(value: Any) -> Iterator[Any]:
-    """The values in an object's attributes, and in its lists one level down."""
-    for item in vars(value).values() if hasattr(value, "__dict__") else ():
-        yield item
-        if isinstance(item, (list, tuple)):
-            for part in item:
-                yield part
-                yield from vars(part).values() if hasattr(part, "__dict__") else ()

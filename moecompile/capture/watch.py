@@ -45,6 +45,7 @@ _IN_PLACE = frozenset(
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_", "rename_", "share_memory_"})
 
 
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _AS_TEXT = frozenset({"__repr__", "__str__", "__format__"})
 
 
@@ -65,6 +66,11 @@ class _MutationWatch(TorchFunctionMode):
             raise CaptureError(
                 f"{current_line()}: the forward prints a tensor or makes text of it, which would happen once, without its "
                 f"values; return the tensor and print it outside."
+            )
+        if getattr(func, "__name__", "") in _HOOKS and asked_by_user():
+            raise CaptureError(
+                f"{current_line()}: the forward hooks the gradient of a tensor ({func.__name__}), which a graph does not hold; write a "
+                "torch.autograd.Function with that backward, or hook the parameters outside forward."
             )
         written = args[:1] if is_in_place(getattr(func, "__name__", "")) else ()
         if "out" in kwargs:

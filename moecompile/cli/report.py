@@ -1,4 +1,4 @@
-"""``moecompile report``: what one rank sends in a step of a plan, without ranks or devices."""
+"""``moecompile report``: what one rank sends in a step of a plan and where it reads on the host, without ranks or devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from moecompile import api
-from moecompile.communication import Traffic, communication
+from moecompile.communication import Traffic, communication, host_reads
 
 from .loading import load_example, load_model, load_plan, one_example
 
 NAME = "report"
-HELP = "list the collectives of a step under a plan, with the bytes a rank sends"
+HELP = "list the collectives of a step under a plan, with the bytes a rank sends, and its reads on the host"
 EXAMPLE = (
     "moecompile report --model examples.qwen3_moe_plain:build --plan dp=2,tp=2,ep=4,sequence_parallel=true \\\n"
     "      --example 'input_ids=int64[2,64]<256,labels=int64[2,64]<256'"
@@ -33,12 +33,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     model, plan = load_model(arguments.model), load_plan(arguments.plan, {})
     world_size = None if plan.dp is not None else plan.least_world_size
     program = api.trace(model, plan, one_example(load_example(arguments.example)), world_size=world_size)
-    rows = communication(program)
+    rows, reads = communication(program), host_reads(program)
     if arguments.json:
-        print(json.dumps({"plan": str(program.plan), "collectives": [asdict(row) for row in rows]}, indent=2))
+        found = {"collectives": [asdict(row) for row in rows], "host_reads": [asdict(read) for read in reads]}
+        print(json.dumps({"plan": str(program.plan), **found}, indent=2))
         return 0
     console.print(f"{program.plan}: {sum(row.bytes for row in rows):,} bytes sent by a rank in a step", highlight=False)
     console.print(_table(rows))
+    console.print(f"{len(reads)} reads on the host in a step", highlight=False)
+    for read in reads:
+        console.print(f"  {read}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -23,6 +23,13 @@ from moecompile.ops.fused import (
 )
 from moecompile.ops.graft import graft
 from moecompile.ops.random import fold_seed, global_rows, uniform, uniform_rows
+from moecompile.ops.ring import (
+    attention_part,
+    attention_part_backward,
+    merge_attention,
+    merge_attention_backward,
+    rotate,
+)
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice, own_index
 from moecompile.ops.uneven import all_gather_rows, gathered_sizes_to_host, reduce_scatter_rows
@@ -37,6 +44,7 @@ AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
         all_gather: 2,
         all_to_all: 4,
         reduce_scatter: 2,
+        rotate: 3,
         all_gather_rows: 3,
         reduce_scatter_rows: 3,
     }
@@ -50,6 +58,7 @@ TRANSPOSE: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyTyp
         all_gather: reduce_scatter,
         all_to_all: all_to_all,
         reduce_scatter: all_gather,
+        rotate: rotate,
         all_gather_rows: reduce_scatter_rows,
         reduce_scatter_rows: all_gather_rows,
     }
@@ -64,6 +73,8 @@ __all__ = [
     "all_gather_rows",
     "all_reduce",
     "all_to_all",
+    "attention_part",
+    "attention_part_backward",
     "combine",
     "cpu",
     "dispatch",
@@ -78,6 +89,8 @@ __all__ = [
     "grouped_sum",
     "local_place",
     "local_slice",
+    "merge_attention",
+    "merge_attention_backward",
     "own_index",
     "permute",
     "permute_local",
@@ -86,6 +99,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rotary",
+    "rotate",
     "set_size_checks",
     "silu_mul",
     "silu_mul_backward",

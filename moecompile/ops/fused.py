@@ -16,7 +16,7 @@ from moecompile.ops.registry import Op, define, require, require_same_dtype
 aten = torch.ops.aten
 
 
-def _through(formula: Op, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def through(formula: Op, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of a plain formula, written by autograd: what the gradient of a gradient op needs, which no step runs."""
     with torch.enable_grad():
         leaves = [item.detach().requires_grad_(item.is_floating_point()) for item in inputs]
@@ -81,7 +81,7 @@ swiglu_backward = define(
     _swiglu_grad,
     swiglu_backward_fake,
     setup=_save_inputs,
-    backward=lambda ctx, grad: _through(_swiglu_grad, ctx.saved_tensors, [grad]),
+    backward=lambda ctx, grad: through(_swiglu_grad, ctx.saved_tensors, [grad]),
 )
 swiglu = define(
     "swiglu(Tensor h) -> Tensor",
@@ -128,7 +128,7 @@ silu_mul_backward = define(
     _silu_mul_grads,
     silu_mul_backward_fake,
     setup=_save_inputs,
-    backward=lambda ctx, *grads: _through(_silu_mul_grads, ctx.saved_tensors, grads),
+    backward=lambda ctx, *grads: through(_silu_mul_grads, ctx.saved_tensors, grads),
 )
 silu_mul = define(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
@@ -203,7 +203,7 @@ def _rms_norm_second(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
         eps = (rstd.pow(-2) - x.detach().to(rstd.dtype).pow(2).mean(-1, keepdim=True)).detach()
         return _rms_norm_grads(grad, x, weight, torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))
 
-    return (*_through(formula, (grad, x, weight), grads), None)
+    return (*through(formula, (grad, x, weight), grads), None)
 
 
 rms_norm_backward = define(

@@ -92,7 +92,8 @@ def _uniform_fake(
 
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    return None, None, [None] * ctx.cuts, None, None, None
+    numbers: list[int] | None = None if ctx.cuts else []  # autograd takes an empty list for one of tensors
+    return None, None, [None] * ctx.cuts, numbers, numbers, numbers
 
 
 def _count_cuts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -50,7 +50,7 @@ def find_experts(graph: Graph) -> list[Experts]:
         for node in graphs.find(graph, ops.unpermute):
             if 0 in parts and node.args[1] is parts.get(2):
                 result: Any = node.args[0]
-                found.append(Experts(tuple(graphs.between(graph, [parts[0]], node)), result))
+                found.append(Experts(tuple(graphs.between([parts[0]], node)), result))
     return found
 
 

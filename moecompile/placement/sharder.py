@@ -388,6 +388,7 @@ def _refuse_stateful(node: Node) -> None:
 def _draws_nothing(node: Node) -> bool:
     """Whether a random op is switched off by its arguments: dropout with p=0 or outside training."""
     found = arguments(node)
+    rates = [found[name] for name in ("dropout_p", "p", "dropout") if name in found]  # the last one of recurrent layers
     if "dropout_p" in found:
         return not found["dropout_p"]
-    return ("p" in found and not found["p"]) or not found.get("train", found.get("training", True))
+    return (bool(rates) and not any(rates)) or not found.get("train", found.get("training", True))

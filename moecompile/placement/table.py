@@ -18,6 +18,7 @@ from . import (
     rules_nn,
     rules_random,
     rules_reduce,
+    rules_ring,
     rules_scan,
     rules_select,
     rules_views,
@@ -37,6 +38,7 @@ _MODULES = (
     rules_moe,
     rules_random,
     rules_collectives,
+    rules_ring,
     rules_scan,  # replaces the rule of cumsum in rules_reduce
 )
 

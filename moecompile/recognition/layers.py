@@ -18,6 +18,7 @@ from moecompile.program import Input, InputKind
 from moecompile.recognition.choices import Choice, find_choices, joined, static_nodes
 from moecompile.recognition.reader import ACCEPTED, Layer, Reader
 from moecompile.recognition.regions import Proposal, Region, positions
+from moecompile.recognition.siblings import Siblings
 from moecompile.recognition.unrouted import Unrouted, only_weighs, why_no_layer
 
 __all__ = ["ACCEPTED", "Layer", "find_layers"]
@@ -77,13 +78,20 @@ class _Finder:
         self.choices = choices
         self.canonical = canonical
         self.order = positions(graph)
+        self.siblings = Siblings(graph, inputs, constants, static, choices)
         self.layers: list[Layer] = []
         self.unrouted: list[Unrouted] = []
         self.refusals: list[tuple[Choice, Proposal, CaptureError]] = []
 
     def find(self, choice: Choice) -> None:
         """The layers of one decision."""
-        if choice.node in self.canonical or _only_counted(self.graph, choice, self.inputs, self.static):
+        if choice.node in self.canonical:
+            return
+        known = self.siblings.known(choice)
+        if known:
+            self.layers += known
+            return
+        if _only_counted(self.graph, choice, self.inputs, self.static):
             return
         why = why_no_layer(choice, self.static)
         if why:
@@ -95,10 +103,13 @@ class _Finder:
         proposal = region.propose()
         if _prepares_another(region, proposal, self.choices):
             return
+        before = len(self.layers)
         try:
             self._read(region, proposal)
         except CaptureError as error:
             self.refusals.append((choice, proposal, error))
+        else:
+            self.siblings.remember(choice, self.layers[before:])
 
     def find_joined(self, choice: Choice) -> bool:
         """Whether the parts of a decision make up a layer together."""

@@ -230,6 +230,13 @@ class Reader:
                 with contextlib.suppress(MismatchError, UnknownError):
                     return Matcher(self.region, bodies, experts, self.constants, apart=True).match()
             found = len(set(experts))
+            twice = next((expert for expert in experts if experts.count(expert) > 1), None)
+            if not bodies[0].batched and found < len(experts) == self.choice.num_options and twice is not None:
+                name = self._expert_name(bodies[experts.index(twice)]) or "with one set of weights"
+                raise MismatchError(
+                    f"{experts.count(twice)} of its {len(experts)} options lead to one and the same expert, {name}; give each option an "
+                    "expert of its own (copy.deepcopy), or let the router choose among as many as there are"
+                ) from None
             if not bodies[0].batched and found < self.choice.num_options:
                 raise MismatchError(
                     f"the router chooses among {self.choice.num_options}, and {found} experts were found: {error}"

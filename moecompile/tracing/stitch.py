@@ -137,6 +137,7 @@ class _Instance:
         self.graph, self.mode, self.env, self.stage = graph, mode, env, stage
         self.template_layer, self.layer = template_layer, layer
         self._symbols: dict[Any, torch.SymInt] = {}
+        self._made: dict[Any, torch.Tensor] = {}
         self._names: dict[str, str] = {}
 
     def copy(self, nodes: list[Node]) -> None:
@@ -158,13 +159,15 @@ class _Instance:
         if isinstance(leaf, torch.SymInt):
             return self._size(leaf)
         if isinstance(leaf, torch.Tensor):
-            with self.mode:
-                return torch.empty_strided(
-                    [self._size(size) for size in leaf.shape],
-                    [self._size(size) for size in leaf.stride()],
-                    dtype=leaf.dtype,
-                    device=leaf.device,
-                )
+            shape, stride = [self._size(size) for size in leaf.shape], [self._size(size) for size in leaf.stride()]
+            key = (str(shape), str(stride), leaf.dtype, leaf.device)
+            if key not in self._made:
+                with self.mode:
+                    made = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
+                if not leaf.is_floating_point():
+                    return made  # it may come to remember a size that was read from it
+                self._made[key] = made
+            return self._made[key]
         return leaf
 
     def _size(self, size: Any) -> Any:

@@ -35,7 +35,7 @@ _UNARY = _CONSTANTS | _words(
     flatten unflatten slice select narrow split split_with_sizes chunk unbind getitem diagonal pad constant_pad_nd flip
     roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
     resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
-    _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_to_all all_gather_rows
+    _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_to_all rotate all_gather_rows
     """
 )
 _ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")

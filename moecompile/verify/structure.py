@@ -62,6 +62,9 @@ def _check_symbols(program: Program) -> None:
         if isinstance(found, torch.SymInt):
             defined |= found.node.expr.free_symbols
             continue
+        if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
+            for size in symbolic_sizes(found):  # rows chosen by a mask: their number comes with them
+                defined |= size.node.expr.free_symbols
         for size in symbolic_sizes(found):
             missing = size.node.expr.free_symbols - defined
             if missing:

@@ -32,6 +32,7 @@ def verify_values(program: Program) -> None:
             continue
         names = _Symbols()
         recorded_of = (node.target, names.call(node))
+        again = names.copy()  # rows chosen by a mask have a size of their own each time
         recorded = names(meta.value(node))
         if recorded_of not in known:
             try:
@@ -41,7 +42,7 @@ def verify_values(program: Program) -> None:
                     node,
                     f"cannot be computed from its operands ({type(error).__name__}: {error}); refresh what was changed",
                 ) from error
-            known[recorded_of] = names(found)
+            known[recorded_of] = again(found)
         if known[recorded_of] != recorded:
             raise fault(
                 node,
@@ -62,6 +63,11 @@ class _Symbols:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+
+    def copy(self) -> _Symbols:
+        made = _Symbols()
+        made._names = dict(self._names)
+        return made
 
     def __call__(self, found: Any) -> str:
         if isinstance(found, torch.Tensor):

@@ -50,7 +50,7 @@ def cuts(program: Program) -> dict[str, dict[str, Shard]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in written.STYLES if kind.__name__ not in NO_CHAIN], ids=lambda kind: kind.__name__
+    "kind", thinned({kind.__name__: kind for kind in written.STYLES if kind.__name__ not in NO_CHAIN})
 )
 def test_style(kind: type[styles.Layer]) -> None:
     batches = [written.batch(0)]
@@ -174,10 +174,8 @@ def resume(rank: int, config: Config, plan: Plan, folder: str) -> tuple[list[flo
         return stepped(model, stepper, plan, rank, (2, 3)), mc.full_state_dict(model)
 
 
-@pytest.mark.parametrize(
-    "config",
-    thinned(CONFIGS, keep=("modules",)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_case_33_saved_under_tp2_etp2_resumed_under_ep4_and_on_one_rank(
     ranks: Ranks, tmp_path: Path, config: Config
 ) -> None:

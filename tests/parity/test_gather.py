@@ -45,6 +45,45 @@ def test_training_on_gloo(ranks: Ranks) -> None:
     compare(gathered(ranks.run(2, train, job, BATCHES), reference, job.plan), reference)
 
 
+class Chosen(nn.Module):
+    """A loss of the rows that have a label, taken by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(Config("loop", layers=1))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits, flat = self.inner(ids, labels)["logits"].reshape(-1, VOCAB), labels.reshape(-1)
+        return {"loss": F.cross_entropy(logits[flat != -100], flat[flat != -100])}
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=1), Plan(dp=2, ep=2), Plan(dp=1, tp=2, ep=2)], ids=str)
+def test_rows_chosen_by_a_mask(plan: Plan) -> None:
+    """Each batch has another number of them."""
+    lock_step = LockStep(Chosen(), plan, BATCHES[0])
+    compare(lock_step.run(BATCHES), plain(Chosen(), BATCHES))
+    assert {item.op for item in lock_step.program.gathers} == (
+        {"aten.index.Tensor"} if plan.num_data_ranks > 1 else set()
+    )
+
+
+def _chosen(rank: int, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
+    with parallel(Chosen(), plan) as model:
+        loss = model(**slice_for(BATCHES[0], plan, rank))["loss"]
+        loss.backward()
+        return loss.detach(), mc.full_grads(model)
+
+
+def test_rows_chosen_by_a_mask_over_microbatches(ranks: Ranks) -> None:
+    model = Chosen()
+    total = model(**BATCHES[0])["loss"]
+    total.backward()
+    for loss, grads in ranks.run(2, _chosen, Plan(dp=2, ep=2, microbatches=2)):
+        torch.testing.assert_close(loss, total.detach(), rtol=1e-12, atol=0)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-9, atol=1e-13)
+
+
 def _microbatches(rank: int, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
     with parallel(build(ADDED), plan) as model:
         loss = model(**slice_for(BATCHES[0], plan, rank))["loss"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], No
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14), name
 
 
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules_are_refused(kind: str) -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    model(**BATCH)
+    handle = getattr(model.plain.inner.head, kind)(lambda *given: None)
+    with pytest.raises(
+        CaptureError, match=r"inner\.head has a backward hook, which a captured step would not call; hook parameters"
+    ):
+        model(**BATCH)
+    with torch.no_grad():
+        model(**BATCH)
+    handle.remove()
+    model(**BATCH)["loss"].backward()
+
+
 def test_what_the_code_does_not_read_costs_nothing() -> None:
     model = mc.parallelize(Scaled(), ALONE)
     for step in range(3):
@@ -127,6 +143,76 @@ def test_parts_that_were_replaced_are_refused(change: Callable[[Any], None]) -> 
 def test_a_copy_is_refused_with_a_way_out() -> None:
     with pytest.raises(TypeError, match="copy the plain model before parallelize"):
         copy.deepcopy(mc.parallelize(Scaled(), ALONE))
+
+
+@pytest.mark.parametrize(
+    ("use", "advice"),
+    [
+        (pickle.dumps, "save full_state_dict"),
+        (lambda model: hasattr(model, "_ddp_params_and_buffers_to_ignore"), "use it as it is"),
+        (lambda model: mc.parallelize(model, ALONE), "pass a plain model"),
+        (lambda model: mc.parallelize(nn.Sequential(model), ALONE), "pass a plain model"),
+    ],
+    ids=["pickle", "DDP", "parallelize", "inside"],
+)
+def test_what_a_parallel_model_cannot_be_is_said(use: Callable[[Any], Any], advice: str) -> None:
+    with pytest.raises((TypeError, CaptureError), match=advice):
+        use(mc.parallelize(Scaled(), ALONE))
+
+
+class OfInputs(nn.Module):
+    """Its loss, or what the loss is made of, of tokens that somebody else computes."""
+
+    def __init__(self, own_loss: bool) -> None:
+        super().__init__()
+        self.linear, self.own_loss = nn.Linear(3, 3), own_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out.square().mean() if self.own_loss else out
+
+
+def test_gradients_of_arguments_are_right_or_refused() -> None:
+    """A step would leave them out in silence, also where the same call was made without before."""
+    x = torch.randn(4, 3)
+    model = mc.parallelize(OfInputs(True), ALONE)
+    model(x).backward()
+    with pytest.raises(CaptureError, match=r"the argument x requires a gradient.*detach the argument"):
+        model(x.requires_grad_())
+    model = mc.parallelize(OfInputs(False), ALONE)
+    model(x).square().mean().backward()
+    found, x.grad = x.grad, None
+    model.plain(x).square().mean().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_second_derivatives_are_refused(own_loss: bool) -> None:
+    found = mc.parallelize(OfInputs(own_loss), ALONE)(torch.randn(4, 3)).mean()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*leave create_graph out"):
+        found.backward(create_graph=True)
+
+
+@pytest.mark.slow
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    model = mc.parallelize(Scaled(), ALONE)
+    assert torch.equal(torch.compile(model)(**BATCH)["loss"], model(**BATCH)["loss"])
+
+
+def _parallel_again(rank: int) -> str:
+    plan, plain = Plan(dp=2, ep=2), build(Config("loop", layers=1))
+    with parallel(plain, plan) as model:
+        model(**slice_for(BATCH, plan, rank))
+    try:
+        mc.parallelize(plain, plan)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_share_of_a_model_is_not_taken_for_one(ranks: Ranks) -> None:
+    said = ranks.run(2, _parallel_again)
+    assert said[0] == said[1] and "this rank's share of" in said[0] and "pass a plain model" in said[0]
 
 
 def test_experts_that_share_a_parameter_are_refused() -> None:
@@ -221,3 +307,29 @@ def test_a_call_without_a_loss_says_how_gradients_are_summed(ranks: Ranks) -> No
     first, other = ranks.run(2, scored, Plan(dp=2))
     assert "the call returns no loss" in first and "loss_fn" in first
     assert "the call returns no loss" not in other
+
+
+# ---- the plain code of a cut model -----------------------------------------------------------------------------------------
+
+
+def alone(rank: int, plan: Plan) -> list[str]:
+    said = []
+    with parallel(build(Config("loop", hidden=16, heads=4, layers=1)), plan) as model:
+        mine = slice_for(tokens(4, 8, 0), plan, rank)
+        model(**mine)
+        plain = model.plain
+        x = torch.zeros(2, 16, dtype=torch.float64)
+        for call in (lambda: plain.layers[0].qkv(x), lambda: plain(**mine), lambda: model.layers[0](x[None], None)):
+            with pytest.raises(CaptureError) as error:
+                call()
+            said.append(str(error.value))
+        said.append(str(tuple(plain.layers[0].norm_1(x).shape)))  # whole on every rank
+        model(**slice_for(tokens(4, 6, 0), plan, rank))["loss"].backward()  # another shape: captured anew
+    return said
+
+
+def test_the_plain_code_does_not_run_on_a_part(ranks: Ranks) -> None:
+    for said in ranks.run(2, alone, Plan(dp=1, tp=2, ep=2)):
+        *refused, whole = said
+        assert all("and the plain code of Linear would compute with that alone" in text for text in refused), refused
+        assert "layers.0.qkv: 'weight' is this rank's part [24, 16] of [48, 16]" in refused[0] and whole == "(2, 16)"

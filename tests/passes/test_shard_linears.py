@@ -314,6 +314,43 @@ def test_few_heads_of_keys_stay_whole_beside_cut_queries(heads: int, keys: int, 
         torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-9, atol=1e-12)
 
 
+class FusedFewKeys(FewKeys):
+    """Queries and the fewer keys and values in one weight: parts of several widths side by side."""
+
+    def __init__(self, heads: int, keys: int) -> None:
+        super().__init__(heads, keys)
+        self.sizes = [2 * heads, 2 * keys, 2 * keys]
+        del self.query, self.key, self.value
+        self.qkv = nn.Linear(8, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.sizes, -1)
+        query, key, value = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return out.square().sum()
+
+
+@pytest.mark.parametrize("overrides", [{}, {"qkv": "column", "out": "row"}], ids=["found", "told"])
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(4, 2, 2), (4, 1, 2), (4, 2, 4), (6, 3, 3)], ids=str)
+def test_uneven_parts_of_one_weight_stay_whole_and_are_named(
+    heads: int, keys: int, ranks: int, overrides: dict[str, str]
+) -> None:
+    """No equal stripes give each rank heads that belong together. Told to cut it, the heads are put together behind it."""
+    torch.manual_seed(0)
+    model, x = FusedFewKeys(heads, keys).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    loss = model(x)
+    loss.backward()
+    found = simulate_ranks(model, Plan(dp=1, tp=ranks, overrides=overrides), [(x,)] * ranks)
+    (done,) = [item for item in found.program.history if item.pass_text == "shard-linears"]
+    told = {"qkv.weight": Shard(0), "qkv.bias": Shard(0), "out.weight": Shard(1)}
+    assert cuts(found.program) == (told if overrides else {})
+    assert sum("no chain of linears that" in line for line in done.declined) == (0 if overrides else 2)
+    torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-12, atol=0)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], param.grad, rtol=1e-9, atol=1e-12)
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 

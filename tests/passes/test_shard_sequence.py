@@ -61,6 +61,10 @@ def turned(plan: Plan = CP) -> golden.Rewrite:
     return golden.rewrite(BEFORE, "shard-sequence{attention=alltoall}", plan, _Attentive(Heads()))
 
 
+def ringed(plan: Plan = CP) -> golden.Rewrite:
+    return golden.rewrite(BEFORE, "shard-sequence{attention=ring}", plan, _Attentive(Heads()))
+
+
 class _Attentive(golden.Attentive):
     """Gives a module the batch that the golden harness passes to an `Attentive`."""
 
@@ -86,6 +90,25 @@ def test_effect_turned() -> None:
         (attention,) = graphs.find(program.graph, aten.scaled_dot_product_attention.default)
         assert {tuple(meta.tensor(item).shape) for item in attention.args[:3]} == {(1, 1, 4, 1)}  # type: ignore[arg-type]
         assert len(graphs.find(program.graph, ops.all_to_all)) == 4
+
+    golden.assert_needs(ShardSequence, effect)
+
+
+def test_golden_ring(golden: golden.Golden) -> None:
+    golden("ring", ringed())
+
+
+def test_effect_of_a_ring() -> None:
+    """Keys and values come from the rank before; what has been seen of them is joined."""
+
+    def effect() -> None:
+        program = ringed().program
+        assert not graphs.find(program.graph, aten.scaled_dot_product_attention.default, ops.all_gather)
+        (turn,) = graphs.find(program.graph, ops.rotate)
+        assert turn.args[1:] == (2, 1, "cp") and tuple(meta.tensor(turn).shape) == (1, 2, 2, 2)
+        first, second = graphs.find(program.graph, ops.attention_part)
+        assert [node.args[4] for node in (first, second)] == [0, 1] and second.args[1] is turn
+        assert len(graphs.find(program.graph, ops.merge_attention)) == 1
 
     golden.assert_needs(ShardSequence, effect)
 

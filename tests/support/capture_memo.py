@@ -62,7 +62,7 @@ def _key(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...
         tuple(_identities(model)),
         str(spec),
         tuple(_value(leaf) for leaf in leaves),
-        (plan.num_data_ranks, plan.microbatches, plan.balance_scope, _value(plan.batch_dims)),
+        (plan.num_data_ranks, plan.microbatches, request.rows, plan.balance_scope, _value(plan.batch_dims)),
         (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         _value(dict(shapes or {})),
     )

@@ -96,6 +96,14 @@ class DenseEinsum(Stacked):
         return torch.einsum("teh,te->th", torch.einsum("tei,eih->teh", hidden, self.w2), self.masked(x))
 
 
+class DenseThreeFactors(Stacked):
+    """The down projection and the weighing in one product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("th,ehi->tei", x, self.w1)) * torch.einsum("th,ehi->tei", x, self.w3)
+        return torch.einsum("te,tei,eih->th", self.masked(x), hidden, self.w2)
+
+
 class DenseGptOss(Layer):
     """Repeated tokens, bmm with biases ``[E, 1, out]``, interleaved gate and up, clamps."""
 
@@ -144,6 +152,7 @@ STACKED: list[type[Layer]] = [
     FlatStorage,
     DenseBmm,
     DenseEinsum,
+    DenseThreeFactors,
     DenseGptOss,
     OneHotDispatch,
 ]

@@ -23,6 +23,8 @@ from moecompile.verify.collectives import reductions
 aten = torch.ops.aten
 _LINEARS = (ops.grouped_linear, cpu.grouped_linear)
 _PARTS = (ops.local_slice, ops.local_place)
+# which argument of a hop of a ring is this rank's place; the number of the hop is the next but for what the backward saves
+_HOPS = {ops.attention_part: (3, 4), ops.attention_part_backward: (5, 8)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def mutants(program: Program) -> Iterator[Mutant]:
             yield Mutant("scale", node.name, "divided twice", _argument(node, 1, node.args[1] * 2))
         elif node.target in _PARTS:
             yield from _of_part(program, node)
+        elif node.target in _HOPS:
+            yield from _of_hop(program, node)
         elif node.target in _LINEARS:
             yield Mutant("experts", node.name, "weights in reverse", _wrapping(node, 2, _flipped(0)))
             if meta.tensor(node.args[1]).shape[-1] > 1:
@@ -152,10 +156,24 @@ def _of_collective(program: Program, node: Node) -> Iterator[Mutant]:
         fits = program.mesh.size(other) == size or node.target is ops.all_reduce
         if other != axis and fits and program.mesh.size(other) > 1:
             yield Mutant("axis", node.name, f"{axis} -> {other}", _argument(node, index, other))
+    if node.target is ops.rotate:
+        yield Mutant("drop", node.name, "", _following(node, _without))
+        if size > 2:
+            yield Mutant("ring", node.name, "the other way", _argument(node, 2, -node.args[2]))  # type: ignore[operator]
     if node.target in (ops.dispatch, ops.combine):
         send, recv = node.args[1], node.args[2]
         yield Mutant("sizes", node.name, "send for recv", _argument(node, 2, send))
         yield Mutant("sizes", node.name, "recv for send", _argument(node, 1, recv))
+
+
+def _of_hop(program: Program, node: Node) -> Iterator[Mutant]:
+    """Keys taken for those of another rank, and this rank for another."""
+    index, hop = _HOPS[node.target]  # type: ignore[index]
+    ranks: Any = node.args[hop + 1]
+    yield Mutant("ring", node.name, "the next hop", _argument(node, hop, (node.args[hop] + 1) % ranks))  # type: ignore[operator]
+    for other, item in program.items():
+        if item.kind is InputKind.OFFSET and other is not node.args[index] and item.stride == 1:
+            yield Mutant("offset", node.name, f"index of {item.axis}", _argument(node, index, other))
 
 
 def _axes(mesh: Mesh) -> list[str]:
@@ -229,7 +247,7 @@ def _of_offsets(program: Program) -> Iterator[Mutant]:
                 def turned(made: Program, at: int = at, other: str = other) -> None:
                     made.inputs[at] = replace(made.inputs[at], axis=other)
 
-                yield Mutant("offset", item.name, f"axis {other}", turned)
+                yield Mutant("offset", item.name, f"axis {item.axis} -> {other}", turned)
 
 
 def _of_gradients(program: Program) -> Iterator[Mutant]:

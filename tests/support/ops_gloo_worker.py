@@ -82,6 +82,8 @@ def check_collectives(rank: int, world: int, axis: str) -> None:
     assert_same(turned, whole.chunk(world, 1)[rank])
     assert_same(ops.all_to_all(turned, world, 0, 1, axis), whole[part])
     rows = rand(2, 3 * world, seed=30 + rank, grad=True)
+    for steps in (1, -1, world):
+        assert_same(ops.rotate(x.T, world, steps, axis).detach(), all_x[(rank - steps) % world].T)
 
     # Adjoints: sum over ranks of <y_r, op(x)_r> equals sum over ranks of <op^T(y)_r, x_r>, with op^T from autograd.
     operators: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
@@ -89,6 +91,7 @@ def check_collectives(rank: int, world: int, axis: str) -> None:
         (lambda t: ops.all_gather(t, world, axis), x),
         (lambda t: ops.reduce_scatter(t, world, axis), wide),
         (lambda t: ops.all_to_all(t, world, 1, 0, axis), rows),
+        (lambda t: ops.rotate(t, world, 1, axis), rows),
     ]
     for op, value in operators:
         out = op(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,3 +65,13 @@ def test_a_global_call_can_be_captured() -> None:
     args, kwargs = globalize((torch.zeros(8, H),), {}, 1 << 20)
     captured = capture_model(WhereLoop(), args, kwargs)
     assert captured.inputs[-1].shape == (8 << 20, H)
+
+
+@pytest.mark.parametrize("held", [torch.zeros(2), [torch.zeros(2)]], ids=["tensor", "list"])
+def test_tensors_in_an_object_are_not_taken_for_constants(held: object) -> None:
+    """The object may look the same in the next call, and its tensors be others."""
+    with pytest.raises(
+        CaptureError, match=r"the argument mask is a SimpleNamespace that holds tensors.*tuples, lists or dicts"
+    ):
+        batch_inputs((torch.zeros(2, 3),), {"mask": SimpleNamespace(inner=held)})
+    assert batch_inputs((torch.zeros(2, 3),), {"mask": SimpleNamespace(inner=3)}) == {0: 0}

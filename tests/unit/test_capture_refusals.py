@@ -183,6 +183,13 @@ def memory_of_a_tensor(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * (1 if self.linear(x).data_ptr() else 2)
 
 
+def hooked(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.linear(x)
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad * 2)
+    return out
+
+
 def broken(self: Any, x: Tensor) -> Tensor:
     return self.linear(x[:, :3])
 
@@ -212,6 +219,7 @@ REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (formats, "prints a tensor or makes text of it.*return the tensor"),
     (kernel_of_another_device, "moecompile_test.elsewhere.default has no kernel for cpu.*move model and batch"),
     (kernel_without_a_shape, "moecompile_test.shapeless.default says nothing of the shape.*register_fake.*mark_moe"),
+    (hooked, "hooks the gradient of a tensor \\(register_hook\\).*autograd.Function"),
     (memory_of_a_tensor, "stopped with RuntimeError.*report what it uses"),
     (broken, "stopped with RuntimeError.*check that the plain model runs"),
 ]

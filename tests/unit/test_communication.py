@@ -61,8 +61,11 @@ def test_the_command_prints_and_writes_json(capsys) -> None:
         "dp=2,ep=2",
     ]
     assert main([*argv, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["collectives"]
+    found = json.loads(capsys.readouterr().out)
+    rows, reads = found["collectives"], found["host_reads"]
+    assert reads and all(read["op"] == "sizes_to_host" and ".py:" in read["source"] for read in reads)
     assert {row["op"] for row in rows} >= {"dispatch", "combine", "exchange_counts", "all_reduce"}
     assert main(argv) == 0
     told = capsys.readouterr().out
     assert "bytes sent by a rank" in told and "dispatch" in told
+    assert f"{len(reads)} reads on the host" in told and reads[0]["source"] in told

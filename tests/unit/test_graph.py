@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.fx import Graph, Node
@@ -94,7 +96,7 @@ def test_walks(graph: Graph) -> None:
     nodes = by_name(graph)
     assert graphs.ancestors(nodes["relu"]) == {nodes["values"], nodes["topk"], nodes["x"]}
     assert graphs.ancestors(nodes["relu"], stop=[nodes["topk"]]) == {nodes["values"], nodes["topk"]}
-    assert graphs.between(graph, [nodes["x"]], nodes["relu"]) == [nodes["topk"], nodes["values"]]
+    assert graphs.between([nodes["x"]], nodes["relu"]) == [nodes["topk"], nodes["values"]]
     assert graphs.items(nodes["topk"]) == {0: nodes["values"], 1: nodes["indices"]}
     assert graphs.find(graph, aten.relu.default, aten.topk.default) == [nodes["topk"], nodes["relu"]]
 
@@ -148,3 +150,62 @@ def test_a_moved_layer_is_another_layer(graph: Graph) -> None:
     assert meta.module_paths(relu) == ["layers", "layers.12", "layers.12.mlp"]
     meta.move_modules(relu, "layers.1", "layers.3")  # not a prefix of layers.12
     assert meta.module_path(relu) == "layers.12.mlp"
+
+
+def test_equal_calls_are_computed_once_and_share_no_tensor() -> None:
+    """Sizes that are read from one of them are no sizes of the other."""
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(3, 2)
+    first, second = (graphs.call(made, aten.gt.Scalar, x, 0.0) for _ in range(2))
+    assert meta.tensor(first) is not meta.tensor(second) and meta.tensor(second).dtype is torch.bool
+    picked = [graphs.call(made, aten.nonzero.default, mask) for mask in (first, second)]
+    sizes = [str(size) for node in picked for size in graphs.symbolic_sizes(meta.value(node))]
+    assert len(set(sizes)) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((aten.sum.dim_IntList, [1], True), (aten.sum.dim_IntList, [1], False)),
+        ((aten.add.Scalar, 1), (aten.add.Scalar, 1.0)),
+    ],
+)
+def test_calls_that_differ_in_a_constant_are_two(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(3, 2, dtype=torch.int64)
+    found = [meta.tensor(graphs.call(made, target, x, *args)) for target, *args in (one, other)]
+    assert (found[0].shape, found[0].dtype) != (found[1].shape, found[1].dtype)
+
+
+def test_the_types_of_the_surroundings_count() -> None:
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(2, 2)
+    kinds = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            kinds.append(meta.tensor(graphs.call(made, aten.mm.default, x, x)).dtype)
+    assert kinds == [torch.float32, torch.bfloat16]
+
+
+def test_equal_calls_on_run_time_sizes_have_their_own() -> None:
+    """Rows of two layers: one call is computed, and the other one's result has the size of its own rows."""
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(5, 3)
+    rows = []
+    for level in (0.0, 1.0):
+        where = graphs.call(made, aten.nonzero.default, graphs.call(made, aten.gt.Scalar, x, level))
+        rows.append(graphs.call(made, aten.select.int, where, 1, 0))
+    found = [
+        meta.tensor(graphs.call(made, aten.neg.default, graphs.call(made, aten.clone.default, row))) for row in rows
+    ]
+    assert [str(item.shape[0]) for item in found] == [str(meta.tensor(row).shape[0]) for row in rows]
+    assert found[0].shape[0] is not found[1].shape[0] and str(found[0].shape[0]) != str(found[1].shape[0])
+    assert len(vars(mode)["moecompile_known"]) == 5  # two comparisons with other constants, and each of the rest once

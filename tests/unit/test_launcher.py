@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moecompile.runtime.launcher import RankError, RankPool, launch
+from moecompile.runtime.rank_process import _sent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,6 +96,37 @@ def test_a_hang_ends_at_the_timeout() -> None:
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(TypeError, match="use a function at module level"):
         launch(lambda rank: None, 1)
+
+
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(TypeError, match=r"what wait_for_ever returns cannot be sent back.*plain data"):
+        _sent(wait_for_ever, lambda: None)
+
+
+def test_a_program_without_a_file_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
+    with pytest.raises(RuntimeError, match=r"without a file.*import it from there, or use simulate_ranks"):
+        launch(wait_for_ever, 2)
+    monkeypatch.delattr(main, "__file__")
+    monkeypatch.setattr(wait_for_ever, "__module__", "__main__")
+    with pytest.raises(RuntimeError, match="without a file"):
+        RankPool(2).run(wait_for_ever)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "2", None])
+def test_a_number_of_ranks_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match="a whole number of at least one rank"):
+        launch(wait_for_ever, size)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_program_that_starts_ranks_on_import_is_told_of_the_guard(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("from math import sqrt\nfrom moecompile.runtime.launcher import launch\nlaunch(sqrt, 1)\n")
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50)
+    assert 'has to stand under `if __name__ == "__main__":`' in found.stderr
 
 
 @pytest.mark.timeout(60)

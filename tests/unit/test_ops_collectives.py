@@ -69,6 +69,7 @@ def test_opcheck_on_one_rank(lone_rank: str) -> None:
     opcheck(ops.all_gather, (rows, 1, lone_rank))
     opcheck(ops.all_to_all, (rows, 1, 0, 1, lone_rank))
     opcheck(ops.reduce_scatter, (rows, 1, lone_rank))
+    opcheck(ops.rotate, (rows, 1, 1, lone_rank))
     opcheck(ops.sizes_to_host, (counts, counts[None]))
     opcheck(ops.all_gather_rows, (rows, sizes, 5, lone_rank))
     opcheck(ops.reduce_scatter_rows, (rows, sizes, 5, lone_rank))
@@ -83,6 +84,7 @@ def test_no_op_returns_its_own_input(lone_rank: str) -> None:
         ops.all_reduce(x, "sum", lone_rank),
         ops.all_gather(x, 1, lone_rank),
         ops.reduce_scatter(x, 1, lone_rank),
+        ops.rotate(x, 1, 1, lone_rank),
         ops.all_gather_rows(x, sizes, 3, lone_rank),
         ops.reduce_scatter_rows(x, sizes, 3, lone_rank),
     ):

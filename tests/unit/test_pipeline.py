@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import moecompile as mc
+from moecompile import graph as graphs
 from moecompile import pipeline as pipelines
 from moecompile.errors import PassError, VerifyError
 from moecompile.pass_base import Fact, Pass, PassContext
@@ -160,6 +162,33 @@ def test_a_pass_that_does_nothing_leaves_the_text_identical() -> None:
     program = golden.run(golden.captured(Plan(dp=1)), MODEL)
     for entry in program.history:
         assert (entry.rewrites > 0) == bool(entry.diff), entry.pass_text
+
+
+def test_what_no_pass_has_changed_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass says of itself does not count: a change without a rewrite is found."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Silent(Pass):
+        name = "silent"
+
+        def run(self, graph: Any, ctx: PassContext) -> int:
+            with graph.graph.inserting_before(graph.graph.output_node()):
+                graphs.call(graph.graph, torch.ops.aten.neg.default, ctx.program.placeholders()[0], mode=ctx.mode)
+            return 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Idle(Pass):
+        name = "idle"
+
+        def run(self, graph: Any, ctx: PassContext) -> int:
+            return 0
+
+    seen: list[str] = []
+    verify = pipelines.verify_program
+    monkeypatch.setattr(pipelines, "verify_program", lambda program: (seen.append(program.pipeline), verify(program)))
+    table: dict[str, type[Pass]] = {**PASSES, "idle": Idle, "silent": Silent}
+    pipelines.run(golden.captured(), [PASSES["recognize-moe"](), Idle(), Idle(), Silent()], table)
+    assert seen == ["", "recognize-moe,idle,idle"]
 
 
 def test_without_text_and_checks() -> None:

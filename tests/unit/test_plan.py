@@ -258,7 +258,7 @@ def test_override_pattern_that_matches_nothing():
     ("options", "part"),
     [
         ({"dispatch": "deepep"}, "Plan(dispatch='deepep')"),
-        ({"deterministic": True}, "call torch.use_deterministic_algorithms(True) instead"),
+        ({"capacity_scope": "local"}, "the meaning of one process only"),
     ],
 )
 def test_legal_plan_that_this_release_cannot_run(options, part):

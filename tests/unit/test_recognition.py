@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moecompile import graph as graphs
 from moecompile.capture import capture_model
 from moecompile.compilation import Request, as_program
+from moecompile.errors import CaptureError
 from moecompile.plan import Plan
 from moecompile.program import Program
 from moecompile.recognition import find_layers
@@ -92,6 +93,16 @@ def test_places_in_both_orders() -> None:
     ids = torch.tensor([[0, 1], [1, 0], [0, 2]])
     assert places(ids, 3, by_choice=False).tolist() == [[0, 0], [1, 1], [2, 0]]
     assert places(ids, 3, by_choice=True).tolist() == [[0, 1], [0, 2], [1, 0]]
+
+
+def test_one_module_in_the_place_of_two_experts_is_named() -> None:
+    layer = styles.WhereLoop()
+    layer.experts[2] = layer.experts[0]
+    program = program_of(layer)
+    with pytest.raises(
+        CaptureError, match=rf"2 of its {styles.EXPERTS} options lead to one and the same expert, experts.0;.*deepcopy"
+    ):
+        find_layers(program.graph, dict(program.items()), program.constants)
 
 
 def body_keeps_zero(act: Callable[[], nn.Module], *, bias: bool = False) -> bool:

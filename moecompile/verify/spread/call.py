@@ -11,7 +11,20 @@ from torch.fx import Node
 from ...graph import arguments
 from ...placement.types import Shard
 from .digits import Digits
-from .readings import ALL_DIMS, FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, described
+from .readings import (
+    ALL_DIMS,
+    FILLED,
+    RINGS,
+    SAME,
+    SUM,
+    UNKNOWN,
+    ZERO,
+    ConflictError,
+    Kind,
+    Options,
+    Reading,
+    described,
+)  # fmt: skip
 
 Rule = Callable[["Call"], "Options | list[Options]"]
 
@@ -133,6 +146,8 @@ def together(call: Call, operands: Sequence[Any], linear: str = "") -> Reading:
     items = [item for item in operands if isinstance(item, Node) and item in call.now]
     readings = [plain(call.of(item)) for item in items]
     kinds = {reading.kind for reading in readings}
+    if len(items) == 1 and linear and kinds <= RINGS:
+        return readings[0]
     if Kind.UNKNOWN in kinds or not kinds.isdisjoint(_OPAQUE):
         return UNKNOWN
     if not kinds.isdisjoint(_PARTS):

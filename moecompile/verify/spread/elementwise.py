@@ -7,7 +7,22 @@ from typing import Any
 from torch.fx import Node
 
 from .call import Call, Rule, only, plain, together
-from .readings import ALL_DIMS, FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut, same
+from .readings import (
+    ALL_DIMS,
+    FILLED,
+    RINGS,
+    SAME,
+    SUM,
+    UNKNOWN,
+    ZERO,
+    ConflictError,
+    Kind,
+    Options,
+    Reading,
+    added,
+    cut,
+    same,
+)  # fmt: skip
 
 
 def words(text: str) -> list[str]:
@@ -57,6 +72,9 @@ def _add(call: Call) -> Options | list[Options]:
     for offset, other in (items, items[::-1]):
         if call.of(offset).kind is Kind.OFFSET:
             return only(_placed(call, call.of(offset), other))
+    readings = [call.of(item) for item in items]
+    if any(reading.kind in RINGS for reading in readings) and UNKNOWN not in readings:
+        return only(added(readings))
     return _linear("all")(call)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ... import ops
 from .call import Call, Rule, only, plain
 from .layers import gradient, summed
 from .readings import SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut, is_even
@@ -36,6 +37,14 @@ def _permute(call: Call) -> list[Options]:
     return _rows_of(call, call.node.name, ids)
 
 
+def numbers_of(node: Node) -> list[Node]:
+    """What the number of rows was read from that a rank takes of the tokens of all."""
+    if node.target is not ops.permute_local:
+        return []
+    number = node.args[4]
+    return number.all_input_nodes if isinstance(number, Node) else []
+
+
 def _permute_local(call: Call) -> list[Options]:
     """All tokens of the group, of which each rank takes the rows of its own experts."""
     tokens, ids, first = plain(call.of(call["x"])), plain(call.of(call["topk_ids"])), call.of(call["first_expert"])
@@ -47,6 +56,11 @@ def _permute_local(call: Call) -> list[Options]:
         raise ConflictError(
             f"takes {call['num_local_experts']} experts, but the first one's number grows by {first.dim} a rank"
         )
+    for counts in numbers_of(call.node):
+        if call.of(counts).kind in (Kind.SUM, Kind.COUNTS):
+            raise ConflictError(
+                f"makes as many rows as {counts.name} says, which is {call.of(counts)}, and not of all ranks"
+            )
     if tokens != ids and not is_even(tokens, 0):
         raise ConflictError(f"sorts tokens that are {tokens} by choices that are {ids}")
     if ids.kind not in (*_PLAIN, Kind.FRONT):

@@ -98,7 +98,7 @@ def _queries(call: Call) -> Reading:
         call.whole(*operands[1:])
         if call.get("is_causal", False):
             raise ConflictError("masks what comes later as if this rank's queries were the first ones")
-        _check_mask(call, mask, first, ndim)
+        check_mask(call, mask, first, ndim)
         return first
     if any(reading.kind in _TERMS for reading in readings):
         raise ConflictError("attends to " + ", ".join(map(str, readings)))
@@ -110,11 +110,12 @@ def _queries(call: Call) -> Reading:
         raise ConflictError(
             "attends with queries, keys and values that do not lie alike (" + ", ".join(map(str, readings)) + ")"
         )
-    _check_mask(call, mask, first, ndim)
+    check_mask(call, mask, first, ndim)
     return first if first.kind is Kind.CUT else SAME
 
 
-def _check_mask(call: Call, mask: Any, first: Reading, ndim: int) -> None:
+def check_mask(call: Call, mask: Any, first: Reading, ndim: int) -> None:
+    """A mask has the rows of the queries, which are ``first``."""
     if mask is None:
         return
     reading, shape = plain(call.of(mask)), call.shape(mask)

@@ -31,6 +31,9 @@ class Kind(enum.Enum):
     OFFSET = "this rank's index"
     OWN = "the numbers of this rank's own elements"
     PACKED = "several values in a row"
+    PASSED = "parts on their way round a ring"
+    PARTLY = "attention to the keys of some ranks"
+    TERMS = "a sum of which some hops of a ring are there"
     UNKNOWN = "different on each rank in a way that is not known"
 
     __hash__ = object.__hash__  # readings are looked up all the time
@@ -42,7 +45,8 @@ class Reading(NamedTuple):
 
     ``outer``: a cut dim is ``[outer, ranks, inner]``, and so are the tokens that rows and their counts come from. Of FRONT, and of a SUM
     whose ranks stand in front: how many elements come before the ranks where they belong, in the flat order. ``tag``: the permute that
-    rows and counts come from; of an OFFSET its axis; of PACKED the parts.
+    rows and counts come from; of an OFFSET its axis; of PACKED the parts; of PASSED the places between a part and where it belongs; of
+    PARTLY the number of hops and those that are in it; of TERMS all three.
     """
 
     kind: Kind
@@ -57,6 +61,7 @@ class Reading(NamedTuple):
 
 
 ALL_DIMS = -1
+RINGS = frozenset({Kind.PASSED, Kind.PARTLY, Kind.TERMS})
 SAME = Reading(Kind.SAME)
 FILLED = Reading(Kind.SAME, ALL_DIMS)
 ZERO = Reading(Kind.ZERO)
@@ -94,3 +99,33 @@ def moved_bits(bits: int, order: Sequence[int | None]) -> int:
 
 def described(readings: Iterable[Reading]) -> str:
     return ", ".join(str(reading) for reading in readings)
+
+
+# ---- rings -------------------------------------------------------------------------------------------------------------
+
+
+def passed(dim: int, steps: int) -> Reading:
+    """A part of dim ``dim`` that has come so many places."""
+    return Reading(Kind.PASSED, dim, tag=steps) if steps else cut(dim)
+
+
+def partly(dim: int, ranks: int, hops: frozenset[int]) -> Reading:
+    """Attention to the keys that came with these hops; to all of them once none is missing."""
+    return Reading(Kind.PARTLY, dim, tag=(ranks, hops)) if len(hops) < ranks else cut(dim)
+
+
+def terms(dim: int, steps: int, ranks: int, hops: frozenset[int]) -> Reading:
+    """A gradient to which these hops have given, ``steps`` places from home; that of a part once none is missing and it is there."""
+    return Reading(Kind.TERMS, dim, tag=(steps, ranks, hops)) if steps or len(hops) < ranks else cut(dim)
+
+
+def added(readings: Sequence[Reading]) -> Reading:
+    """The sum of gradients that different hops have given."""
+    first, *others = readings
+    if first.kind is not Kind.TERMS or len(others) != 1 or others[0].kind is not Kind.TERMS:
+        raise ConflictError(f"adds up {described(readings)}")
+    steps, ranks, hops = first.tag
+    more_steps, more_ranks, more = others[0].tag
+    if (first.dim, steps, ranks) != (others[0].dim, more_steps, more_ranks) or hops & more:
+        raise ConflictError("adds up gradients of hops that do not belong together, or one of them twice")
+    return terms(first.dim, steps, ranks, hops | more)

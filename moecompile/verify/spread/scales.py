@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..report import fault
 from .table import CARRIERS, name_of
 
 _MODEL, _DRAWS, _METRICS = "moe_model_factors", "moe_model_draws", "moe_model_metrics"
+_ADDED = "moe_added_divisions"
 _STEP, _DIVIDED = "moe_step_factors", "moe_step_divisions"
 # the same value on other ranks; the first operand is what they move
 _MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place"})
@@ -46,7 +47,9 @@ class Origin(enum.Enum):
 
 
 def remember(program: Program) -> None:
-    """Write down the model's numbers as long as no pass has cut it, and those of the step as soon as there is one."""
+    """Write down the model's numbers as long as no pass has cut it, then the divisions that passes put in, in lines where the model has
+    none by that number, and the numbers of the step as soon as there is one.
+    """
     kept = program.graph_module.meta
     if program.level is Level.STEP:
         if _STEP not in kept:
@@ -55,6 +58,9 @@ def remember(program: Program) -> None:
         kept[_MODEL] = _count(program)
         kept[_METRICS] = any(item.kind is OutputKind.METRIC for item in program.outputs)
         kept[_DRAWS] = {meta.source(node) for node in program.graph.nodes if _draws(node)}
+    elif _MODEL in kept:
+        now = _count(program, forward=True).items()
+        kept[_ADDED] = {key: count for key, count in now if key[1] == "div" and not kept[_MODEL][key]}
 
 
 def _draws(node: Node) -> bool:
@@ -142,6 +148,7 @@ class Scales:
     def __init__(self, program: Program) -> None:
         kept = program.graph_module.meta
         self._model: Counter[Key] | None = kept.get(_MODEL)
+        self._added: Mapping[Key, int] = kept.get(_ADDED, {})
         self._draws: Set[str] = kept.get(_DRAWS, frozenset())
         self._step: Counter[Key] | None = kept.get(_STEP) if program.level is Level.STEP else None
         self._cut = Fact.TOKENS_SHARDED in program.facts
@@ -160,7 +167,8 @@ class Scales:
         key = _key(node)
         if self._forward[key] <= self._model[key]:
             return Origin.MODEL
-        return Origin.ADDED if self._exact and not self._model[key] else Origin.OPEN
+        added = not self._model[key] and (self._exact or self._forward[key] <= self._added.get(key, 0))
+        return Origin.ADDED if added else Origin.OPEN
 
     def check(self, node: Node) -> None:
         """A number that no pass has reason to put in: shares are made by dividing by a whole number."""

@@ -22,9 +22,11 @@ from ..expand import expanded
 from ..report import fault
 from .call import Call, flat
 from .digits import Digits, digits_of
+from .experts import numbers_of
 from .joins import packed
 from .layout import noted_ends, shapes_of
-from .readings import FILLED, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
+from .readings import FILLED, RINGS, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut
+from .rings import TAKES
 from .scales import Origin, Scales
 from .table import CARRIERS, name_of, rule_of
 from .views import MOVES, RESHAPES
@@ -80,10 +82,16 @@ def check_spread(program: Program) -> Coverage:
         with suppress(VerifyError):
             other.run()
             return other.coverage
-        if walk.turned:
+        if walk.turned and not _is_usual(program):
             return Coverage(checked=False)
         raise
     return walk.coverage
+
+
+def _is_usual(program: Program) -> bool:
+    """Whether the sequence was cut over cp before linears and what lies between them were over tp."""
+    names = [item.partition("{")[0] for item in program.pipeline.split(",")]
+    return "shard-sequence" in names and "shard-linears" not in names[: names.index("shard-sequence")]
 
 
 def _cut_twice(program: Program) -> bool:
@@ -186,10 +194,11 @@ class _Walk:
         operands = list(
             dict.fromkeys(
                 item
-                for item in flat((node.args, node.kwargs.values()))
+                for item in flat((node.args, tuple(node.kwargs.values())))
                 if isinstance(item, Node) and item in self.values
             )
         )
+        operands += [item for item in numbers_of(node) if not _is_unknown(self.values.get(item, ()))]
         rule = rule_of(node.target)
         if (
             name_of(node.target) == "aten.cat"
@@ -281,6 +290,8 @@ class _Walk:
                     continue
                 if key not in known and call.name not in CARRIERS and any(map(_out_of_order, readings)):
                     known[key] = ConflictError("reads parts of a sum before they are where they belong")
+                if key not in known and call.name not in TAKES and any(reading.kind in RINGS for reading in readings):
+                    known[key] = ConflictError("reads what has not been all the way round its ring")
                 if key not in known:
                     call.at, call.now = at, dict(zip(operands, readings, strict=True))
                     try:
