@@ -104,15 +104,18 @@ def _count(walk: Walk, node: Node, decisions: dict[str, Decision], axes: list[st
     """How many rows (or how much class weight) the mean divides by: a global number."""
     found = arguments(node)
     target, weight = found["target"], found["weight"]
-    if meta.tensor(target).is_floating_point():
-        return meta.tensor(target).numel() // meta.tensor(node.args[0]).shape[1]  # type: ignore[arg-type]
     local = walk.operand(target, decisions)
-    mask = walk.call(aten.ne.Scalar, local, found["ignore_index"], like=node)
-    if isinstance(weight, Node):
+    if meta.tensor(target).is_floating_point():  # probabilities, of which none are left out
+        one = walk.call(aten.select.int, local, min(1, meta.tensor(target).dim() - 1), 0, like=node)
+        rows = walk.call(aten.ones_like.default, one, like=node, dtype=torch.int64)
+        share = walk.call(aten.sum.default, rows, like=node)
+    elif isinstance(weight, Node):
+        mask = walk.call(aten.ne.Scalar, local, found["ignore_index"], like=node)
         safe = walk.call(aten.mul.Tensor, local, mask, like=node)
         picked = walk.call(aten.index.Tensor, walk.operand(weight, decisions), [safe], like=node)
         share = walk.call(aten.sum.default, walk.call(aten.mul.Tensor, picked, mask, like=node), like=node, dtype=dtype)
     else:
+        mask = walk.call(aten.ne.Scalar, local, found["ignore_index"], like=node)
         share = walk.call(aten.sum.default, mask, like=node)
     for axis in axes:
         share = walk.call(ops.all_reduce, share, "sum", axis, like=node)

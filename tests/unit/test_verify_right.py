@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,36 @@ class ByHeads(nn.Module):
 
 def test_einsum_leaves_out_the_dim_of_one_head() -> None:
     proved(Layer(ByHeads(), lambda part, x: part(x)), SEQUENCE)
+
+
+def over_time(part: nn.Module, x: Tensor) -> Tensor:
+    """A recurrence by hand, whose first state is zero."""
+    state, found = torch.zeros_like(x[:, 0]), []
+    for step in range(x.shape[1]):
+        state = torch.tanh(part(state) + x[:, step])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def cell(part: nn.Module, x: Tensor) -> Tensor:
+    """Of the gates' gradients, that of what is forgotten is zero at the first step."""
+    found: Tensor = part(x.flatten(0, 1))[0].view_as(x)
+    return found
+
+
+@pytest.mark.parametrize(("make", "use"), [(nn.Linear, over_time), (nn.LSTMCell, cell)], ids=["recurrence", "LSTM"])
+def test_what_is_made_of_zeros_is_the_same_for_all_rows(make: Callable[..., nn.Module], use: Any) -> None:
+    proved(Layer(make(8, 8), use), Plan(dp=2))
+
+
+class Softened(Layer):
+    """Targets that are probabilities."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.use(self.part, self.embed(ids))).flatten(0, 1)
+        soft = F.one_hot(labels.flatten(), logits.shape[-1]).to(logits.dtype) * 0.9 + 0.1 / logits.shape[-1]
+        return F.cross_entropy(logits, soft)
+
+
+def test_a_mean_over_probabilities_divides_by_the_rows_of_all_ranks() -> None:
+    proved(Softened(nn.Linear(8, 8), lambda part, x: part(x)), Plan(dp=2))

@@ -4,7 +4,8 @@
 knows nothing of the passes and of the placements that they recorded on inner nodes.
 """
 
+from .coverage import Coverage
 from .scales import remember
-from .walk import Coverage, check_spread, is_due
+from .walk import check_spread, is_due
 
 __all__ = ["Coverage", "check_spread", "is_due", "remember"]

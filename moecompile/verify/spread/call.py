@@ -156,7 +156,7 @@ def together(call: Call, operands: Sequence[Any], linear: str = "") -> Reading:
         return _terms(call, operands, items, readings, linear)
     if Kind.SAME not in kinds:
         return ZERO if linear and kinds else FILLED
-    if Kind.ZERO in kinds and linear == "one":
+    if Kind.ZERO in kinds and (linear == "one" or (linear == "first" and call.of(operands[0]).kind is Kind.ZERO)):
         return ZERO
     ndim, bits = len(call.out_shape), ALL_DIMS
     for item, reading in zip(items, readings, strict=True):

@@ -90,7 +90,7 @@ def _with_bias(call: Call, made: Options, bias: Any, ndim: int) -> Options:
         elif option.kind in (Kind.SUM, Kind.MEAN):
             fits = reading.kind is option.kind
         elif option.kind is Kind.ZERO:
-            return only(reading)
+            return only(_broadcast(reading, ndim - len(call.shape(bias))))
         else:
             fits = reading.kind is Kind.SAME
         if fits or reading.kind is Kind.ZERO:
@@ -98,6 +98,15 @@ def _with_bias(call: Call, made: Options, bias: Any, ndim: int) -> Options:
     if not found:
         raise ConflictError(f"adds {bias.name}, {reading}, to a product that is {made[0]}")
     return tuple(found)
+
+
+def _broadcast(reading: Reading, more: int) -> Reading:
+    """What is repeated along ``more`` dims in front of its own."""
+    if reading.kind is Kind.CUT:
+        return cut(reading.dim + more, reading.outer)
+    if reading.kind is Kind.SAME and reading.dim != ALL_DIMS:
+        return same(reading.dim << more | (1 << more) - 1)
+    return reading
 
 
 def _linear(call: Call) -> Options:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
@@ -21,6 +19,7 @@ from ...program import Input, InputKind, Output, OutputKind, Program
 from ..expand import expanded
 from ..report import fault
 from .call import Call, flat
+from .coverage import Coverage
 from .digits import Digits, digits_of
 from .experts import numbers_of
 from .joins import packed
@@ -37,24 +36,6 @@ _MOST = 64  # ways of reading a value; beyond, it counts as not known
 _STAGE = "moe_spread_stage"
 _BEYOND = (LookupError, TypeError, ValueError, ArithmeticError)  # arguments that a rule was not written for
 _DIVISIONS = ("aten.div", "aten.true_divide", "aten.divide")
-
-
-@dataclass
-class Coverage:
-    """What a check could not decide: ops whose result is not known, by name, and outputs that depend on them.
-
-    ``checked`` is False where nothing can be said: the batch is not cut yet, or weights of experts are and their rows are not, or
-    the meshes of the plan have no digits in common, a parameter is a shard of a dim that another axis cuts, or passes in an unusual
-    order have cut one dim over tp before cp. ``proved`` of
-    ``ops`` have a result that is known on all digits; ``unknown_ops`` are those where knowledge ends, not those that merely read
-    what is not known.
-    """
-
-    checked: bool = True
-    ops: int = 0
-    proved: int = 0
-    unknown_ops: Counter[str] = field(default_factory=Counter)
-    unproved: list[str] = field(default_factory=list)
 
 
 def check_spread(program: Program) -> Coverage:
