@@ -95,7 +95,16 @@ def capture_model(
         raise
     results.attributes.forget()
     lifter = Lifter(program, mode, _ROOT, names, leaves, leaf_names(args, kwargs, model.forward))
-    return lifter.finish(type(model).__name__, results, in_spec)
+    captured = lifter.finish(type(model).__name__, results, in_spec)
+    _let_gradients_be_dense(captured)
+    return captured
+
+
+def _let_gradients_be_dense(captured: Captured) -> None:
+    """An embedding with ``sparse=True`` has the same gradient as one without, in a form that collectives do not sum."""
+    for node in captured.graph_module.graph.nodes:
+        if node.target is torch.ops.aten.embedding.default and len(node.args) > 4 and node.args[4]:
+            node.args = (*node.args[:4], False)
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:

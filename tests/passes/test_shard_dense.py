@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import moecompile as mc
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile import pipeline as pipelines
@@ -408,3 +409,22 @@ def test_refusals_name_the_line_and_the_way_out(name: str) -> None:
         sharded(Line(line), batch(), Plan(dp=4))
     assert str(found.value).startswith("shard-dense: ")
     assert f"{__file__}:" in str(found.value)
+
+
+class Looked(nn.Module):
+    """A table whose gradient torch would keep as rows and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).square().sum()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_sparse_gradients_are_dense(dp: int) -> None:
+    model, ids = Looked(), torch.arange(8) % 5
+    found = mc.simulate_ranks(model, Plan(dp=dp), [(part,) for part in ids.chunk(dp)])
+    (wanted,) = torch.autograd.grad(model(ids), [model.table.weight])
+    torch.testing.assert_close(found.grads["table.weight"], wanted.to_dense(), rtol=1e-12, atol=0)
