@@ -27,6 +27,7 @@ from tests.support.capture_memo import captured_once
 from tests.support.models import Config, build, choose, push_to, tokens
 from tests.support.parity import LockStep, compare, plain
 from tests.support.pool import Ranks
+from tests.support.thinned import thinned
 
 CONFIG = Config("stacked", hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
 
@@ -77,7 +78,7 @@ def test_worlds_of_eight(plan: Plan) -> None:
     check(CONFIG, plan)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach"])
+@pytest.mark.parametrize("optimizer", thinned({"sgd": "sgd", "adamw-foreach": "adamw-foreach"}))
 @pytest.mark.parametrize(
     "plan",
     [
@@ -91,7 +92,7 @@ def test_optimizers(optimizer: str, plan: Plan) -> None:
     check(CONFIG, plan, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("style", ["loop", "ops", "dense"])
+@pytest.mark.parametrize("style", thinned({"loop": "loop", "ops": "ops", "dense": "dense"}, keep=("loop", "dense")))
 @pytest.mark.parametrize(
     "plan",
     [
