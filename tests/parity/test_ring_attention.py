@@ -21,16 +21,15 @@ from tests.parity.test_chains import check as check_layers
 from tests.parity.test_hf_axes import build as build_hf
 from tests.parity.test_hf_axes import check as check_hf
 from tests.parity.test_hf_axes import packed, padded
+from tests.parity.test_turned_attention import CONFIG, SDPA
 from tests.support.chain_models import LENGTH, WIDTH, Attention, Layered, heads, join, linear
-from tests.support.models import Config, build, tokens
+from tests.support.models import build, tokens
 from tests.support.parity import LockStep, compare, difference, plain, slice_for
 from tests.support.pool import Ranks, parallel
 from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(240)
 RING = "+shard-sequence{attention=ring}"
-CONFIG = Config("stacked", hidden=16, heads=4, inner=8, shared=True, aux=0.1, rotary=True)
-SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def plan_of(**fields: Any) -> Plan:

@@ -105,12 +105,17 @@ def _gradients(call: Call, grad: Any, grad_lse: Any, value: Reading) -> Reading:
     return UNKNOWN if UNKNOWN in both else both[0] if both else value
 
 
-def _part_backward(call: Call) -> list[Options]:
-    value = _looks(call)
+def _check_results(call: Call, value: Reading) -> None:
+    """The results of the forward lie as those of the operands that the backward has."""
     for item in (call["out"], call["lse"]):
         found = call.of(item)
         if UNKNOWN not in (found, value) and found != value and not is_even(found, value.dim):
             raise ConflictError(f"takes {item.name}, which is {found}, for what is {value}")
+
+
+def _part_backward(call: Call) -> list[Options]:
+    value = _looks(call)
+    _check_results(call, value)
     found = _gradients(call, call["grad"], call["grad_lse"], value)
     if not _is_ring(call) or found.kind is Kind.UNKNOWN:
         return [only(found)] * 2
@@ -144,10 +149,7 @@ def _merge(call: Call) -> list[Options]:
 
 def _merge_backward(call: Call) -> list[Options]:
     value = _joined(call)
-    for item in (call["out"], call["lse"]):
-        found = call.of(item)
-        if UNKNOWN not in (found, value) and found != value and not is_even(found, value.dim):
-            raise ConflictError(f"takes {item.name}, which is {found}, for what is {value}")
+    _check_results(call, value)
     found = _gradients(call, call["grad"], call["grad_lse"], value)
     if value.kind in RINGS or value.kind is Kind.CUT:
         parts = (plain(call.of(call["out_a"])), plain(call.of(call["out_b"])))
