@@ -394,6 +394,37 @@ def test_muon_takes_the_matrices_that_a_rank_has_whole(ranks: Ranks, plan: Plan,
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
+def averaged(model: Any, plan: Plan, rank: int) -> None:
+    """Leaves the moving average of the weights in the model."""
+    model(**slice_for(BATCHES[0], plan, rank))
+    means = [param.detach().clone() for param in model.parameters()]
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in BATCHES[:2]:
+        steps(model, opt, [batch], plan, rank)
+        for mean, param in zip(means, model.parameters(), strict=True):
+            mean.lerp_(param.detach(), 0.1)
+    with torch.no_grad():
+        for mean, param in zip(means, model.parameters(), strict=True):
+            param.copy_(mean)
+
+
+def averaged_on_rank(rank: int) -> dict[str, Tensor]:
+    with parallel(build(LOOP), PLAN) as made:
+        with pytest.raises(TypeError, match=r"clone model\.parameters\(\) after the first call"):
+            torch.optim.swa_utils.AveragedModel(made)
+        averaged(made, PLAN, rank)
+        return mc.full_state_dict(made)
+
+
+def test_an_average_of_the_weights(ranks: Ranks) -> None:
+    """A copy of the model is refused with the way that works."""
+    alone = build(LOOP)
+    averaged(alone, ONE, 0)
+    for found in ranks.run(2, averaged_on_rank):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
 # ---- probing, in one process ---------------------------------------------------------------------------------------------
 
 
