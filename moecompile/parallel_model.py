@@ -257,7 +257,7 @@ class ParallelModel(nn.Module):
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
         if state.watch is None:
-            guard(self.plain, state.weights.shapes)
+            guard(self.plain, state.layout)
             state.watch = ModelWatch(self.plain)
         return self._bound(programs, sizes)
 

@@ -35,6 +35,7 @@ class State:
         self.weights, self.groups = weights, groups
         self._meshes: dict[tuple[str, str], DeviceMesh] = {}
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
+        self.bare = False  # whether the plain module's own state_dict() gives out this rank's parts as they are
         self.unreduced = False  # whether gradients of calls under no_sync are still those of this rank alone
 
     def use(self, groups: ProcessGroups) -> None:
@@ -90,8 +91,17 @@ class State:
         """Replace the cut tensors of a plain ``state_dict`` by ones of global shape, in place."""
         for name in self.weights.shapes:
             value = found.get(prefix + name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, (DTensor, PartTensor)):
                 found[prefix + name] = self.spread(name, value)
+
+    def own_state(self) -> dict[str, Any]:
+        """The plain module's ``state_dict()`` with this rank's parts as they are."""
+        self.bare = True
+        try:
+            found: dict[str, Any] = self.weights.model.state_dict()
+            return found
+        finally:
+            self.bare = False
 
     def _placements(self, cut: Cut) -> list[Replicate | Shard]:
         return [*([Replicate()] if self._replicated(cut.axis) else []), Shard(cut.parts[0][1].dim)]
@@ -249,7 +259,7 @@ def save_pretrained(state: State, directory: Any, *args: Any, **kwargs: Any) -> 
     """Hugging Face's method of the same name, given the whole weights: rank 0 writes, all ranks wait; collective."""
     model, error = state.weights.model, None
     if kwargs.get("state_dict") is None:
-        kwargs["state_dict"] = full_state(state, model.state_dict())
+        kwargs["state_dict"] = full_state(state, state.own_state())
     if state.groups.rank == 0 and kwargs.get("is_main_process", True):
         try:
             model.save_pretrained(directory, *args, **kwargs)  # type: ignore[operator]

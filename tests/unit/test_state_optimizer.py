@@ -327,13 +327,13 @@ def guarded(rank: int, config: Config) -> tuple[list[str], int]:
             opt = make(list(model.parameters()))
             loss = made(**slice_for(BATCHES[0], PLAN, rank))["loss"]
             loss.backward()
-            before = {name: value.clone() for name, value in model.state_dict().items()}
+            before = {name: value.detach().clone() for name, value in model.named_parameters()}
             try:
                 opt.step(loss.detach)
                 said.append("stepped")
             except mc.PlanError as error:
                 said.append(str(error))
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     model = build(config)
     with parallel(model, PLAN) as made:
         opt = Signs(model.parameters(), lr=0.1)
