@@ -25,7 +25,7 @@ from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor, g
 from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .weights import Cut, Weights, padded
+from .weights import Cut, Weights, nothing_of, padded
 
 
 class State:
@@ -142,7 +142,7 @@ class State:
         if isinstance(value, StagedTensor) and name in self.weights.stages:
             if value.placed_as(*self._stage_place(name)):
                 held = value.to_local()
-                return torch.empty(0, dtype=value.dtype, device=value.device) if held is None else held
+                return nothing_of(shape, value) if held is None else held
             return self.take(name, whole(value))
         cut = self.weights.cut_of(name)
         local = self._as_held(value, cut)
@@ -151,12 +151,12 @@ class State:
     def take(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole plain tensor."""
         if not self.weights.holds(name):
-            return value.new_empty(0)
+            return nothing_of(value.shape, value)
         cut = self.weights.cut_of(name)
         if cut is None:
             return value
         if cut.owner is not None and not self.weights.is_local(cut):
-            return value.new_empty(0)
+            return nothing_of(value.shape, value)
         return cut.part(value, self.weights.mesh, self.groups.rank)
 
     def keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str, Tensor], Tensor]:
@@ -169,11 +169,7 @@ class State:
         """The local part of a value that already lies as the weight does; None where it lies otherwise."""
         owner = None if cut is None else cut.owner
         if isinstance(value, OwnedTensor) and cut is not None and owner is not None:
-            local = (
-                value.to_local()
-                if self.weights.is_local(cut)
-                else torch.empty(0, dtype=value.dtype, device=value.device)
-            )
+            local = value.to_local() if self.weights.is_local(cut) else nothing_of(value.shape, value)
             return local if value.placed_as(self._parts(cut), owner, self.groups.group_name(cut.axis)) else None
         if isinstance(value, StripedTensor) and cut is not None and not _is_plain(cut):
             return value.to_local() if value.placed_as(self._parts(cut)) else None
