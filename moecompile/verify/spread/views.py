@@ -32,7 +32,7 @@ def _reshape(call: Call) -> Options:
     ):
         raise ConflictError(f"is a sum still to be taken by its note, but {reading}")
     ends = tuple(end for end in _noted(call) if reading.kind is Kind.CUT and before(new, end) == before(old, reading))
-    found = reshaped(old, new, reading) if not ends or _is_backward(call) else ()
+    found = reshaped(old, new, reading, call.later) if not ends or _is_backward(call) else ()
     found = tuple(dict.fromkeys((*found, *ends, *_of_batches(call, reading, old, new))))
     return (*found, SUM) if _drops_one_row(call, reading, old, new) else found
 
@@ -46,7 +46,7 @@ def _noted(call: Call) -> Options:
     if not found and _is_backward(call):
         found = call.noted.get((meta.source(call.node), call.out_shape), set())
     cuts = [(axis, placed) for axis, placed in found if isinstance(placed, Shard) and not placed.rows]
-    ways = (cut(placed.dim, placed.outer) for axis, placed in cuts if call.within(axis))
+    ways = (cut(placed.dim, placed.outer, placed.zigzag) for axis, placed in cuts if call.within(axis))
     return tuple(way for way in ways if ends_with_ranks(call.out_shape, way))
 
 
@@ -104,7 +104,7 @@ def reordered(call: Call, reading: Reading, order: Sequence[int | None]) -> Opti
         return only(reading._replace(dim=order.index(reading.dim)))
     if reading.kind is Kind.SAME:
         return only(same(moved_bits(reading.dim, order)))
-    if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and reading.outer > 1):
+    if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and (reading.outer > 1 or reading.zigzag)):
         return _ranks_moved(call, reading, order)
     if reading.kind in WITH_ROWS:
         return only(reading if order and order[0] == 0 else UNKNOWN)
@@ -122,7 +122,7 @@ def _ranks_moved(call: Call, reading: Reading, order: Sequence[int | None]) -> O
     if not any(dim is not None for dim in order[:at]):
         return only(reading)
     call.front = at
-    if math.prod(call.out_shape[:at]) != reading.outer:
+    if reading.zigzag or math.prod(call.out_shape[:at]) != reading.outer:
         raise ConflictError("puts the gathered parts into a wrong place")
     return only(SAME if reading.kind is Kind.FRONT else SUM)
 
@@ -209,11 +209,11 @@ def _slice_backward(call: Call) -> Options:
     if reading.kind is not Kind.CUT or reading.dim != dim:
         return only(reading if dim or reading.kind is Kind.CUT else UNKNOWN)
     if call.get("step", 1) != 1:
-        return only(reading if (sizes[dim] // reading.outer) % call["step"] == 0 else UNKNOWN)
+        return only(reading if sizes[dim] // (reading.outer * (1 + reading.zigzag)) % call["step"] == 0 else UNKNOWN)
     inner = call.shape(source)[dim] // reading.outer
     if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
         raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
-    return only(cut(dim, sizes[dim] // inner))
+    return only(cut(dim, sizes[dim] // inner, reading.zigzag))
 
 
 def _expand(call: Call) -> Options:
@@ -234,7 +234,7 @@ def _repeat(call: Call) -> Options:
     reading, times = plain_view(call.of(source)), list(call["repeats"])
     lead = len(times) - len(call.shape(source))
     if reading.kind is Kind.CUT:
-        return only(cut(reading.dim + lead, reading.outer * int(times[reading.dim + lead])))
+        return only(reading._replace(dim=reading.dim + lead, outer=reading.outer * int(times[reading.dim + lead])))
     if reading.kind is Kind.SAME:
         order = [None if at < lead else at - lead for at in range(len(times))]
         return only(same(moved_bits(reading.dim, order)))
@@ -289,7 +289,8 @@ def _gives_a_shape(node: Node) -> bool:
 
 def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Reading:
     """Every so many-th element: of a cut dim the same ones in every part."""
-    if reading.kind is Kind.CUT and reading.dim == dim and ((size // reading.outer) % step or not 0 <= start < step):
+    inner = size // (reading.outer * (1 + reading.zigzag))
+    if reading.kind is Kind.CUT and reading.dim == dim and (inner % step or not 0 <= start < step):
         raise ConflictError(f"takes every {step}th element of dim {dim}, which is {reading}")
     return UNKNOWN if reading.kind in (*WITH_ROWS, Kind.FRONT) and dim == 0 else reading
 
