@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import grads
-from .compilation import Request, compile_call
+from .compilation import Request, compile_call, microbatch_sizes
 from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
@@ -78,6 +78,8 @@ def trace(
         )
     check_experts(model, plan)
     args, kwargs = split_call(example)
+    if plan.microbatches > 1:
+        microbatch_sizes(args, kwargs, plan)  # refuses what they cannot be cut from
     return compile_call(model, Request(args, kwargs, plan, loss_fn), record_text=True)
 
 

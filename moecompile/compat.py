@@ -4,7 +4,7 @@ Every name taken from a private module is imported here, under a public-looking 
 says why no public way exists, so that a new torch release breaks one file only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -59,6 +59,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 # A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
+
+# Modules that generate their code when it is first asked for: most graphs between passes never run.
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
@@ -91,8 +94,21 @@ from torch.utils._sympy.value_ranges import ValueRanges
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+LazyGraphModule = _LazyGraphModule
 reparametrize_module = _reparametrize_module
 StridedShard = _StridedShard
+
+
+def code_when_asked() -> AbstractContextManager[None]:
+    """Inside, torch makes graph modules that generate their code when it is first asked for."""
+    return _use_lazy_graph_module(True)
+
+
+def empty_fake(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What ``torch.empty_strided`` gives under the mode, without the way there through the dispatcher; no mode may be active."""
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

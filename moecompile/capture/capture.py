@@ -29,7 +29,14 @@ from moecompile.capture.results import Results
 from moecompile.capture.surroundings import Surroundings
 from moecompile.capture.watch import watched
 from moecompile.capture.where import forward_line
-from moecompile.compat import FakeTensorMode, TreeSpec, reparametrize_module, tree_flatten, tree_unflatten
+from moecompile.compat import (
+    FakeTensorMode,
+    TreeSpec,
+    code_when_asked,
+    reparametrize_module,
+    tree_flatten,
+    tree_unflatten,
+)
 from moecompile.errors import CaptureError
 
 _ROOT = "model"  # attribute of the traced module that holds the user's model
@@ -163,7 +170,8 @@ def _traced(
     device = tensors[0].device if tensors else torch.device("cpu")
     faked = _weights_faked(call, mode, device, shapes)
     marked = Marked()
-    with faked, split_experts(model), marked.forwards(model), torch_quiet(), errors_explained(type(model).__name__):
+    explained = errors_explained(type(model).__name__)
+    with faked, split_experts(model), marked.forwards(model), torch_quiet(), code_when_asked(), explained:
         try:
             program = torch.export.export(call, tensors, strict=False)
         except BaseException:
