@@ -76,6 +76,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
