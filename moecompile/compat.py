@@ -41,6 +41,9 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
+# An operator whose results have sizes that depend on values; caught to name the line that calls it.
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+
 # Shapes without data, and sizes known only at run time.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
