@@ -52,6 +52,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensorMode as _FunctionalTensorMode
 
+# What `Function.apply` ends in, whenever it was taken from its class.
+from torch.autograd.function import _SingleLevelFunction
+
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
@@ -96,6 +99,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 reparametrize_module = _reparametrize_module
+SingleLevelFunction = _SingleLevelFunction
 StridedShard = _StridedShard
 
 
