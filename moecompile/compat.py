@@ -41,6 +41,9 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
+# An operator whose results have sizes that depend on values; caught to name the line that calls it.
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+
 # Shapes without data, and sizes known only at run time.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -48,6 +51,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # An operator without a fake rule; caught to name the line that calls it.
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensorMode as _FunctionalTensorMode
+
+# What `Function.apply` ends in, whenever it was taken from its class.
+from torch.autograd.function import _SingleLevelFunction
 
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -79,6 +85,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
@@ -96,6 +103,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 LazyGraphModule = _LazyGraphModule
 reparametrize_module = _reparametrize_module
+SingleLevelFunction = _SingleLevelFunction
 StridedShard = _StridedShard
 
 

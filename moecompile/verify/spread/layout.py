@@ -49,10 +49,14 @@ def locate(shape: Shape, front: int, inner: int = 0, zigzag: bool = False, later
     return tuple(sorted(found, key=lambda reading: reading.outer == shape[reading.dim]))
 
 
-def reshaped(old: Shape, new: Shape, reading: Reading, later: int = 1) -> Options:
-    """Readings of a value after a reshape; ``later``: see `locate`."""
+def reshaped(old: Shape, new: Shape, reading: Reading, later: int = 1, *, one_row: bool = False) -> Options:
+    """Readings of a value after a reshape; ``later``: see `locate`. ``one_row``: a dim of size 1 may be this rank's one of more,
+    as in a gradient."""
     if reading.kind is Kind.SAME:
-        return (reading._replace(dim=_equal_dims(old, new, reading.dim)), *_equal_parts(old, new, reading.dim))
+        return (
+            reading._replace(dim=_equal_dims(old, new, reading.dim)),
+            *_equal_parts(old, new, reading.dim, 1 if one_row else 2),
+        )
     if reading.kind is not Kind.CUT:
         return (reading,)
     found = locate(new, before(old, reading), old[reading.dim] // reading.outer, reading.zigzag, later)
@@ -66,13 +70,13 @@ def ends_with_ranks(shape: Shape, reading: Reading) -> bool:
     return reading.kind is Kind.CUT and reading.dim < len(shape) and reading.outer == shape[reading.dim] > 1
 
 
-def _equal_parts(old: Shape, new: Shape, bits: int) -> Options:
+def _equal_parts(old: Shape, new: Shape, bits: int, least: int) -> Options:
     """Equal elements along a dim are this rank's part of more of them, wherever that dim goes."""
     if bits in (0, ALL_DIMS):
         return ()
     found: list[Reading] = []
     for dim, size in enumerate(old):
-        if bits >> dim & 1 and size > 1:
+        if bits >> dim & 1 and size >= least:
             with suppress(ConflictError):
                 found += locate(new, math.prod(old[:dim]), size)
     kept = _equal_dims(old, new, bits)
