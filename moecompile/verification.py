@@ -70,6 +70,11 @@ class Report:
                 lines.append(
                     f"  {kind:<9} {row.error:.1e}  worst of {self._count(kind)}: {row.name} on rank {row.rank}"
                 )
+        if not self.ok and self.plan.microbatches > 1:
+            lines.append(
+                f"  one process took whole batches: a term that is no mean over tokens or rows, as a balance loss, is another one under "
+                f"microbatches={self.plan.microbatches}; verify the plan with microbatches=1, too."
+            )
         return "\n".join(lines)
 
     def _count(self, kind: str) -> int:
