@@ -8,15 +8,44 @@ from moecompile.plan import Plan
 from tests.support import buffer_models as models
 from tests.support.parity import LockStep, compare, plain
 
-PLANS = {"dp2": Plan(dp=2, ep=2), "dp4": Plan(dp=4, ep=2)}
+DP = Plan(dp=2, ep=2)
+WIDER = {"dp4": Plan(dp=4, ep=2), "zero": Plan(dp=2, ep=2, passes="+shard-params")}
+SEQUENCE = {
+    "tp2": Plan(dp=1, tp=2, sequence_parallel=True, ep=2),
+    "cp2": Plan(dp=1, cp=2, ep=2),
+    "dp2-cp2": Plan(dp=2, cp=2, ep=4),
+}
+FAST = (models.Steps, models.Load, models.MeanReassigned, models.Norm)
 
 
-@pytest.mark.parametrize("plan", list(PLANS.values()), ids=list(PLANS))
-@pytest.mark.parametrize("kind", models.KINDS, ids=lambda kind: kind.__name__)
-def test_three_steps_equal_one_process(kind: type[models.Layer], plan: Plan) -> None:
+def kinds(*fast: type[models.Layer]) -> list[object]:
+    """The others run among the slow tests."""
+    return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in models.KINDS]
+
+
+def check(kind: type[models.Layer], plan: Plan, *, layers: int = 1) -> LockStep:
     batches = [models.batch(seed) for seed in range(3)]
-    reference = plain(models.made(kind), batches)
+    reference = plain(models.made(kind, layers), batches)
     assert reference.buffers or kind is models.NormWithoutTrack
-    run = LockStep(models.made(kind), plan, batches[0])
-    assert len(run.program.layers) == 2 and run.program.gathers == []
+    run = LockStep(models.made(kind, layers), plan, batches[0])
+    assert len(run.program.layers) == layers
     compare(run.run(batches), reference)
+    return run
+
+
+@pytest.mark.parametrize("kind", kinds(*FAST), ids=lambda kind: kind.__name__)
+def test_three_steps_equal_one_process(kind: type[models.Layer]) -> None:
+    assert check(kind, DP, layers=2).program.gathers == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", list(WIDER.values()), ids=list(WIDER))
+@pytest.mark.parametrize("kind", models.KINDS, ids=lambda kind: kind.__name__)
+def test_on_wider_plans(kind: type[models.Layer], plan: Plan) -> None:
+    assert check(kind, plan).program.gathers == []
+
+
+@pytest.mark.parametrize("kind", kinds(models.Norm), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("plan", list(SEQUENCE.values()), ids=list(SEQUENCE))
+def test_where_the_sequence_is_cut(kind: type[models.Layer], plan: Plan) -> None:
+    check(kind, plan)
