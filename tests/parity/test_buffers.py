@@ -23,11 +23,11 @@ def kinds(*fast: type[models.Layer]) -> list[object]:
     return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in models.KINDS]
 
 
-def check(kind: type[models.Layer], plan: Plan, *, layers: int = 1) -> LockStep:
-    batches = [models.batch(seed) for seed in range(3)]
-    reference = plain(models.made(kind, layers), batches)
+def check(kind: type[models.Layer], plan: Plan, *, layers: int = 1, words: bool = False) -> LockStep:
+    batches = [models.batch(seed, words=words) for seed in range(3)]
+    reference = plain(models.made(kind, layers, words), batches)
     assert reference.buffers or kind is models.NormWithoutTrack
-    run = LockStep(models.made(kind, layers), plan, batches[0])
+    run = LockStep(models.made(kind, layers, words), plan, batches[0])
     assert len(run.program.layers) == layers
     compare(run.run(batches), reference)
     return run
@@ -48,4 +48,5 @@ def test_on_wider_plans(kind: type[models.Layer], plan: Plan) -> None:
 @pytest.mark.parametrize("kind", kinds(models.Norm), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("plan", list(SEQUENCE.values()), ids=list(SEQUENCE))
 def test_where_the_sequence_is_cut(kind: type[models.Layer], plan: Plan) -> None:
-    check(kind, plan)
+    run = check(kind, plan, words=True)
+    assert any(dict(item.placements).get("tp" if plan.tp > 1 else "cp") for item in run.program.outputs)

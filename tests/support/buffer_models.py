@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.moe_styles import EXPERTS, MLP, TOP_K, WIDTH
 
-SEQUENCE = 4
+SEQUENCE, WORDS = 4, 16
 
 
 class Layer(nn.Module):
@@ -174,27 +174,30 @@ KINDS: list[type[Layer]] = [
 
 
 class Model(nn.Module):
-    """Two layers of a kind between norms, and a loss that every token has a share in."""
+    """Layers of a kind between norms, and a loss that every token has a share in; takes ids where it embeds ``words``."""
 
-    def __init__(self, kind: Callable[[], nn.Module], layers: int = 2) -> None:
+    def __init__(self, kind: Callable[[], nn.Module], layers: int = 2, words: bool = False) -> None:
         super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH) if words else nn.Identity()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(layers)])
         self.layers = nn.ModuleList([kind() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(x)
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x))
         out = self.head(x)
         return {"loss": (out - labels).square().mean(), "out": out}
 
 
-def made(kind: Callable[[], nn.Module], layers: int = 2) -> Model:
+def made(kind: Callable[[], nn.Module], layers: int = 2, words: bool = False) -> Model:
     torch.manual_seed(0)
-    return Model(kind, layers).double()
+    return Model(kind, layers, words).double()
 
 
-def batch(seed: int = 0, rows: int = 4) -> dict[str, Any]:
-    shape = (2, rows, SEQUENCE, WIDTH)
-    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return {"x": draw[0], "labels": draw[1]}
+def batch(seed: int = 0, rows: int = 4, words: bool = False) -> dict[str, Any]:
+    shape, source = (2, rows, SEQUENCE, WIDTH), torch.Generator().manual_seed(seed)
+    draw = torch.randn(shape, generator=source, dtype=torch.float64)
+    x = torch.randint(WORDS, (rows, SEQUENCE), generator=source) if words else draw[0]
+    return {"x": x, "labels": draw[1]}
