@@ -1,10 +1,8 @@
-"""What a plain module does with this rank's part of its weights would be a part, too, and nothing would say so.
-
-To run it is refused, and its ``state_dict()`` says what of each weight a rank has, as the parallel model's does: a file of one rank's
-parts is never taken for the whole model.
+"""Keep the plain module from passing this rank's part of its weights off as the whole: it does not run, and its state says parts.
 
 Calls of the parallel model do not run the plain model's code. A submodule of it that is called by itself does, and so does a
-method that the parallel model hands on.
+method that the parallel model hands on: both are refused. ``state_dict()`` of the plain module gives what the parallel model's gives,
+so that no file of one rank's parts is taken for the model; copies and pickles of a module that is cut are refused.
 """
 
 from __future__ import annotations
