@@ -40,6 +40,7 @@ PLANS = {
     "dp-etp": Plan(dp=2, pp=2, etp=2, microbatches=2),
     "sp-ep": Plan(dp=1, pp=2, tp=2, ep=2, microbatches=2, sequence_parallel=True),
     "cp-ep": Plan(dp=1, pp=2, cp=2, ep=2, microbatches=2),
+    "zigzag": Plan(dp=1, pp=2, cp=2, microbatches=2, passes="+shard-sequence{attention=ring,order=zigzag}"),
     "dp2-tp2-ep4": Plan(dp=2, pp=2, tp=2, ep=4, microbatches=2),
     **{f"zero-{at}": Plan(dp=2, pp=2, ep=2, microbatches=2, passes=f"+shard-params{{level={at}}}") for at in (1, 2, 3)},
     "zero-3-interleaved": Plan(dp=4, pp=2, ep=2, **{**INTERLEAVED, "microbatches": 2}, passes="+shard-params"),
