@@ -186,7 +186,7 @@ def update_expert_bias(model: ParallelModel, rate: float = 1e-3) -> None:
 
 def full_state_dict(model: ParallelModel) -> dict[str, Any]:
     """A snapshot of the whole state as plain tensors under the plain model's names, on every rank; collective."""
-    return full_state(model._state.layout, model.plain.state_dict())
+    return full_state(model._state.layout, model._state.layout.own_state())
 
 
 def full_grads(model: ParallelModel) -> dict[str, Tensor | None]:

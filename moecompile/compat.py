@@ -41,6 +41,9 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
+# An operator whose results have sizes that depend on values; caught to name the line that calls it.
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+
 # Shapes without data, and sizes known only at run time.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -49,13 +52,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensorMode as _FunctionalTensorMode
 
+# What `Function.apply` ends in, whenever it was taken from its class.
+from torch.autograd.function import _SingleLevelFunction
+
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _get_default_store,
     _resolve_process_group,
 )
 
-# A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
 # A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
@@ -70,6 +75,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+# What export's dead-code elimination leaves; the public has_side_effect adds for good.
+from torch.fx.node import _side_effectful_functions
+
 # Swaps parameters for fake ones around an export; functional_call does so around one call only.
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -79,6 +87,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
@@ -96,6 +105,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 LazyGraphModule = _LazyGraphModule
 reparametrize_module = _reparametrize_module
+SingleLevelFunction = _SingleLevelFunction
 StridedShard = _StridedShard
 
 
@@ -158,6 +168,18 @@ def without_new_symbols(mode: FakeTensorMode) -> AbstractContextManager[None]:
 def wrapper_tensor(cls: type[torch.Tensor], shape: Iterable[int], like: torch.Tensor) -> Any:
     """A tensor subclass of that shape without memory of its own; the documented way to make one has a private name."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def regions_kept() -> Iterator[None]:
+    """Within, regions of a grad mode or of autocast stay in exported graphs although nobody reads a result of theirs: they may write."""
+    regions = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
+    added = regions - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager

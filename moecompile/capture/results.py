@@ -9,9 +9,11 @@ import torch
 
 from moecompile.capture.attributes import Attributes
 from moecompile.capture.batch import hides_tensors
+from moecompile.capture.buffers import Buffers
 from moecompile.capture.hf_cache import is_cache, register_cache
 from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
+from moecompile.fields import with_fields
 from moecompile.program import Output, OutputKind
 
 
@@ -23,6 +25,7 @@ class Results:
     template: tuple[Any, ...] = ()
     outputs: list[Output] = field(default_factory=list)
     attributes: Attributes = field(default_factory=Attributes)
+    buffers: Buffers = field(default_factory=lambda: Buffers({}))
 
     @property
     def loss_index(self) -> int | None:
@@ -31,11 +34,14 @@ class Results:
         return kinds.index(OutputKind.LOSS) if OutputKind.LOSS in kinds else None
 
     def collect(self, output: Any, loss: Any, has_loss_fn: bool, model: str) -> tuple[torch.Tensor, ...]:
-        """The tensors of ``output``, after ``loss`` where a loss function made it; the rest is noted here."""
-        leaves, self.out_spec = tree_flatten(output)
+        """The tensors of ``output``, after ``loss`` where a loss function made it, and what was assigned to buffers.
+
+        The rest is noted here.
+        """
+        leaves, self.out_spec = tree_flatten(with_fields(output))
         if any(is_cache(leaf) for leaf in leaves):
             register_cache()
-            leaves, self.out_spec = tree_flatten(output)
+            leaves, self.out_spec = tree_flatten(with_fields(output))
         _check_leaves(leaves, model)
         self.template = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         self.outputs = [Output(OutputKind.LOSS, name="loss")] if has_loss_fn else []
@@ -46,6 +52,9 @@ class Results:
                 is_loss = leaf is found and self.loss_index is None
                 self.outputs.append(Output(OutputKind.LOSS if is_loss else OutputKind.USER, leaf=index))
                 tensors.append(leaf)
+        for name, value in self.buffers.finish().items():
+            self.outputs.append(Output(OutputKind.BUFFER, name))
+            tensors.append(value)
         return tuple(tensors)
 
 
@@ -82,8 +91,8 @@ def _check_leaves(leaves: list[Any], model: str) -> None:
             raise CaptureError(f"{model}.forward returns a number read out of a tensor; return the tensor itself.")
         if hides_tensors(leaf):
             raise CaptureError(
-                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists or "
-                f"dicts (where it is a cache: pass use_cache=False)."
+                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists, "
+                f"dicts or dataclasses (where it is a cache: pass use_cache=False)."
             )
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise CaptureError(f"{model}.forward returns no tensor; return the loss or the output.")

@@ -36,6 +36,7 @@ _UNARY = _CONSTANTS | _words(
     roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
     resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
     _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_to_all rotate all_gather_rows
+    zigzag_slice zigzag_place zigzag_exchange
     """
 )
 _ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")
@@ -65,9 +66,10 @@ def check_partial_values(program: Program) -> None:
                 if not (axis == "etp" and node.target is ops.unpermute and _is_halfway(program)):
                     _check(node, axis)
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
-        if isinstance(found, Node) and item.kind is OutputKind.USER:
+        if isinstance(found, Node) and item.kind in (OutputKind.USER, OutputKind.BUFFER):
+            reader = "returned to the user" if item.kind is OutputKind.USER else f"written into buffer {item.name!r}"
             for axis in _partial_axes(found):
-                raise fault(found, f"is returned to the user while partial on {axis}; all_reduce it over {axis} first")
+                raise fault(found, f"is {reader} while partial on {axis}; all_reduce it over {axis} first")
 
 
 def _is_halfway(program: Program) -> bool:

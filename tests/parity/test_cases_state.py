@@ -15,6 +15,7 @@ from moecompile.plan import Plan
 from tests.support.models import Config, TinyMoe, build, tokens
 from tests.support.parity import OPTIMIZERS, Batch, difference, plain, slice_for
 from tests.support.pool import Part, Ranks, gathered, held_grads, held_weights, parallel
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.timeout(150)
 BATCHES = [tokens(8, 5, seed, ignored=0.2) for seed in range(3)]
@@ -53,8 +54,7 @@ def load_and_go_on(rank: int, config: Config, plan: Plan, folder: str) -> Part:
 
 @pytest.mark.parametrize(
     ("style", "plans"),
-    [("loop", [Plan(dp=2), Plan(dp=4, ep=4)]), ("stacked", [Plan(dp=2, ep=2), Plan(dp=2)])],
-    ids=["loop", "stacked"],
+    thinned({"loop": ("loop", [Plan(dp=2), Plan(dp=4, ep=4)]), "stacked": ("stacked", [Plan(dp=2, ep=2), Plan(dp=2)])}),
 )
 def test_case_33_experts_survive_a_change_of_ep(ranks: Ranks, style: str, plans: list[Plan], tmp_path: Path) -> None:
     """Saved at ep=2 after two steps; at other degrees the third step ends at the weights of an uninterrupted run.

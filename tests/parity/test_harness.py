@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from moecompile import ops
-from moecompile.capture import Captured
-from moecompile.compilation import capture, default_pipeline
+from moecompile.capture import Captured, capture_model
+from moecompile.compilation import default_pipeline
 from moecompile.errors import VerifyError
 from moecompile.mesh import Mesh
 from moecompile.plan import Plan
@@ -208,13 +208,15 @@ def _changed(model: nn.Module, how: str) -> nn.Module:
 def test_a_call_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[nn.Module] = []
 
-    def counted(model: nn.Module, *args: Any) -> Captured:
+    def counted(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
         taken.append(model)
-        return capture(model, *args)
+        return capture_model(model, *args, **kwargs)
 
-    monkeypatch.setattr(capture_memo, "capture", counted)
-    first, second = (LockStep(build(CONFIG), PLAN, BATCHES[0]) for _ in range(2))
+    monkeypatch.setattr(capture_memo, "capture_model", counted)
+    other = replace(PLAN, dp=1, ep=1)
+    first, second, third = (LockStep(build(CONFIG), plan, BATCHES[0]) for plan in (PLAN, PLAN, other))
     assert len(taken) <= 1 and first.program.graph_module is not second.program.graph_module
+    assert third.program.graph_module is not second.program.graph_module
     for how in ("attribute", "hook", "frozen", "shared", "eval"):
         taken.clear()
         LockStep(_changed(build(CONFIG), how), PLAN, BATCHES[0])

@@ -1,4 +1,4 @@
-"""A capture taken once and copied for every plan with the same global batch: half of the time that a small program takes.
+"""A capture taken once and copied for every plan and rank with the same global batch: half of the time a small program takes.
 
 For tests of what comes after the capture. Only a call that is the same in everything a capture can see is answered from
 memory; whoever changes a model's attributes, hooks or weights' shapes gets a capture of his own.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from moecompile import compilation
-from moecompile.capture import Captured
+from moecompile.capture import Captured, capture_model
 from moecompile.compat import tree_flatten
-from moecompile.compilation import Request, capture
 from tests.support.captured_call import copied
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -35,37 +34,55 @@ class _UnknownError(Exception):
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
     """Within it, `compile_call` takes a call that was captured before from memory."""
-    with mock.patch.object(compilation, "capture", _captured):
+    with mock.patch.object(compilation, "capture_model", _captured):
         yield
 
 
-def _captured(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Captured:
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Captured:
     try:
-        key = _key(model, request, shapes)
+        key = _key(model, args, kwargs, loss_fn, shapes)
     except _UnknownError:
-        return capture(model, request, shapes)
+        return capture_model(model, args, kwargs, loss_fn=loss_fn, shapes=shapes)
     if key not in _CAPTURES:
-        _CAPTURES[key] = copied(capture(model, request, shapes))
+        _CAPTURES[key] = copied(capture_model(model, args, kwargs, loss_fn=loss_fn, shapes=shapes))
         while len(_CAPTURES) > _MOST:
             _CAPTURES.popitem(last=False)
     _CAPTURES.move_to_end(key)
     return copied(_CAPTURES[key])
 
 
-def _key(model: nn.Module, request: Request, shapes: Mapping[str, tuple[int, ...]] | None) -> Hashable:
-    if request.loss_fn is not None:
+def _key(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+) -> Hashable:
+    if loss_fn is not None:
         raise _UnknownError
-    leaves, spec = tree_flatten((request.args, request.kwargs))
-    plan = request.plan
+    leaves, spec = tree_flatten((args, kwargs))
     return (
         tuple(_module(name, module) for name, module in model.named_modules()),
         tuple(_identities(model)),
         str(spec),
-        tuple(_value(leaf) for leaf in leaves),
-        (plan.num_data_ranks, plan.microbatches, request.rows, plan.balance_scope, _value(plan.batch_dims)),
+        tuple(_argument(leaf) for leaf in leaves),
         (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         _value(dict(shapes or {})),
     )
+
+
+def _argument(leaf: Any) -> Hashable:
+    """Of a tensor the capture sees no values, and strides of its own making."""
+    if type(leaf) is torch.Tensor:
+        return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+    return _value(leaf)
 
 
 def _module(name: str, module: nn.Module) -> Hashable:

@@ -11,7 +11,7 @@ import moecompile as mc
 from moecompile.errors import CaptureError
 from moecompile.mesh import Mesh
 from moecompile.plan import Plan
-from moecompile.verification import Trace, compare, loss_of
+from moecompile.verification import Report, Row, Trace, compare, loss_of
 from moecompile.weights import Cut
 from tests.unit.test_cli import tiny
 
@@ -44,6 +44,15 @@ def rank(index: int) -> Trace:
 def errors(ranks: list[Trace]) -> dict[tuple[str, str], float]:
     rows = compare(alone(), ranks, Mesh(PLAN), torch.float64, 1e-9)
     return {(row.kind, row.name): row.error for row in rows}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_difference_under_microbatches_is_explained(microbatches):
+    """A balance loss over a microbatch is not the one over the batch."""
+    plan = Plan(dp=2, ep=2, microbatches=microbatches)
+    text = str(Report(plan, 1e-9, (Row("loss", "step 0", 1e-3, 0),)))
+    assert "NOT EQUAL" in text and ("verify the plan with microbatches=1" in text) is (microbatches == 2)
+    assert "verify the plan" not in str(Report(plan, 1e-9, (Row("loss", "step 0", 0.0, 0),)))
 
 
 def test_right_ranks_have_no_error():

@@ -29,7 +29,8 @@ _MODEL, _DRAWS, _METRICS = "moe_model_factors", "moe_model_draws", "moe_model_me
 _ADDED = "moe_added_divisions"
 _STEP, _DIVIDED = "moe_step_factors", "moe_step_divisions"
 # the same value on other ranks; the first operand is what they move
-_MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place"})
+_MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place",
+                     "moe.zigzag_slice", "moe.zigzag_place", "moe.zigzag_exchange"})  # fmt: skip
 _KINDS = {
     **dict.fromkeys(("aten.mul", "aten.multiply"), "mul"),
     **dict.fromkeys(("aten.div", "aten.true_divide", "aten.divide"), "div"),
