@@ -62,7 +62,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 # A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
-# A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
 
@@ -75,6 +74,9 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+# What export's dead-code elimination leaves; the public has_side_effect adds for good.
+from torch.fx.node import _side_effectful_functions
 
 # Swaps parameters for fake ones around an export; functional_call does so around one call only.
 from torch.nn.utils.stateless import _reparametrize_module
@@ -166,6 +168,18 @@ def without_new_symbols(mode: FakeTensorMode) -> AbstractContextManager[None]:
 def wrapper_tensor(cls: type[torch.Tensor], shape: Iterable[int], like: torch.Tensor) -> Any:
     """A tensor subclass of that shape without memory of its own; the documented way to make one has a private name."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def regions_kept() -> Iterator[None]:
+    """Within, regions of a grad mode or of autocast stay in exported graphs although nobody reads a result of theirs: they may write."""
+    regions = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
+    added = regions - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager

@@ -90,6 +90,10 @@ class CompiledCall:
         self.trained = self._find_trained()
         self._shared: set[int] | None = None  # which gradients are copied; known after the first step
         self._counter = self._count_program()
+        self._overwritten = {item.name for item in program.outputs if item.kind is OutputKind.BUFFER}
+        self._written = [
+            (at, item.name) for at, item in enumerate(self.phases.body.outputs) if item.kind is OutputKind.BUFFER
+        ]
         if program.plan.microbatches > 1:
             self._check_joins()
 
@@ -129,6 +133,8 @@ class CompiledCall:
             for at, (item, value) in enumerate(zip(items, run, strict=True)):
                 if item.kind is OutputKind.USER:
                     lists[at].append(value)
+                elif item.kind is OutputKind.BUFFER:
+                    found[at] = value
                 else:
                     found[at] = found[at] + value
         return [
@@ -138,15 +144,15 @@ class CompiledCall:
 
     def _run(self, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Sequence[Any]:
         assert self.executor is not None
-        if not self.differentiable:
-            return self.executor([self._value(item, leaves, scales) for item in self.phases.body.inputs])
-        shared = self._shared_weights()
-        return self.executor(
+        shared = self._shared_weights() if self.differentiable else {}
+        outputs = self.executor(
             [
                 shared[item.name] if item.name in shared else self._value(item, leaves, scales)
-                for item in self.program.inputs
+                for item in self.phases.body.inputs
             ]
         )
+        self.weights.write({name: outputs[at] for at, name in self._written})
+        return outputs
 
     def _trained_inputs(self) -> list[Input]:
         return [item for item in self.program.inputs if item.kind is InputKind.PARAM and item.requires_grad]
@@ -179,7 +185,9 @@ class CompiledCall:
 
     def _value(self, item: Input, leaves: Sequence[Any], scales: dict[str, Tensor]) -> Any:
         if item.kind in (InputKind.PARAM, InputKind.BUFFER):
-            return self.weights.value(item)
+            found = self.weights.value(item)
+            # what the run writes afterwards may still be read: by autograd, or by who gets it as a result
+            return found.clone() if item.fqns[0] in self._overwritten else found
         if item.kind is InputKind.GATHERED:
             return self.weights.kept[item.fqns]
         if item.kind is InputKind.CONSTANT:

@@ -92,6 +92,7 @@ class OutputKind(enum.Enum):
     USER = "user"
     GRAD = "grad"
     METRIC = "metric"
+    BUFFER = "buffer"  # what a buffer holds after the forward that wrote it
     SAVED = "saved"  # kept for a separate backward graph
 
 
@@ -103,7 +104,8 @@ class Output:
     """One element of the output tuple.
 
     USER: ``leaf`` is its place in the flattened return value of the model. GRAD: ``name`` is the placeholder whose gradient
-    it is. METRIC: ``name`` is the module path and ``what`` the quantity.
+    it is. METRIC: ``name`` is the module path and ``what`` the quantity. BUFFER: ``name`` is that of the buffer; the value is
+    whole, and the same on every rank.
     """
 
     kind: OutputKind

@@ -26,13 +26,14 @@ from .weights import padded, part_of, put_together
 
 @dataclass
 class Simulated:
-    """What the ranks computed: the loss, each rank's user outputs by leaf, full gradients by plain name."""
+    """What the ranks computed: the loss, each rank's user outputs by leaf, full gradients by plain name, buffers after the forward."""
 
     program: Program
     loss: Tensor | None
     outputs: list[dict[int, Tensor]]
     grads: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def simulate_ranks(
@@ -108,6 +109,8 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
             for rank, value in enumerate(values):
                 if value is not None:  # else another pipeline stage has it
                     found.outputs[rank][output.leaf] = value
+        elif output.kind is OutputKind.BUFFER:
+            found.buffers[output.name] = values[0]
         elif output.kind is OutputKind.METRIC:
             axes = [axis for axis, placed in output.placements if isinstance(placed, Partial)]
             terms = [values[rank] for rank in program.mesh.group_ranks(joined(axes), 0)] if axes else values[:1]

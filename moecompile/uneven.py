@@ -77,6 +77,8 @@ class UnevenCall:
         """One output of the call: results by row are put together, other ones averaged, all else is added up."""
         if values[0] is None:
             return None
+        if item.kind is OutputKind.BUFFER:
+            return values[-1]
         if item.kind is not OutputKind.USER:
             return sum(values[1:], start=values[0])
         if isinstance(dict(item.placements).get("dp"), Shard):

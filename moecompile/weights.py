@@ -135,6 +135,12 @@ class Weights:
             stack = self._restack(names)
         return stack if item.stacked else stack[0]
 
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Copy what a forward has left in buffers into the model's own, by name."""
+        with torch.no_grad():
+            for name, value in values.items():
+                find(self.model, name).copy_(value)
+
     def attached(self, item: Input) -> Tensor:
         """The local tensor of a PARAM input as a differentiable function of the Parameters behind it."""
         shape = item.local_shape(self.mesh)

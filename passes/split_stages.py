@@ -42,6 +42,7 @@ class SplitStages(Pass):
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         if ctx.plan.pp == 1 or ctx.program.layout is not None:
             return 0
+        _refuse_written_buffers(ctx.program)
         found = self._find_layers(graph)
         number = max(found.values()) + 1
         ctx.program.layout = layout = _layout(ctx, found, number)
@@ -85,6 +86,17 @@ class SplitStages(Pass):
         chosen = sizes.most_common(1)[0][0]
         places = sorted({index for name, index in items.values() if name == chosen})
         return {node: places.index(index) for node, (name, index) in items.items() if name == chosen}
+
+
+def _refuse_written_buffers(program: Program) -> None:
+    """Stages run several microbatches at a time, of which each would have to read what the one before left."""
+    for node, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is OutputKind.BUFFER:
+            where = meta.where(node) if isinstance(node, Node) else "the forward"
+            raise PassError(
+                f"split-stages: {where} writes buffer {item.name!r} in forward, which pipeline stages do not carry from microbatch to "
+                f"microbatch; update it outside forward, after the step, put the model in eval mode if that stops it, or use pp=1."
+            )
 
 
 def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:

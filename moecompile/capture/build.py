@@ -18,11 +18,12 @@ from moecompile import graph as ir
 from moecompile import meta, ops
 from moecompile.capture import functional
 from moecompile.capture.autocast import Autocast, input_casts
+from moecompile.capture.batch_norm import uses_batch, written_out
+from moecompile.capture.buffers import storage_key
 from moecompile.capture.custom_function import LINK
 from moecompile.capture.functional import Handle
 from moecompile.capture.identities import as_conversion, is_identity
 from moecompile.capture.transpose import transpose
-from moecompile.capture.watch import storage_key
 from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload, has_kernel
 from moecompile.errors import CaptureError
 
@@ -72,6 +73,14 @@ class Builder:
                 env[node] = self._copy(module, node, env)
         raise AssertionError("a graph without output")
 
+    def final(self, handle: Handle) -> Node | None:
+        """What a handle that was written into holds at the end; None for any other."""
+        return self._value(handle) if handle.version else None
+
+    def carries_gradient(self, node: Node) -> bool:
+        """Whether a value depends on something that requires a gradient, in a capture that may ask for it."""
+        return self.track_grad and node in self._differentiable and node not in self._without_grad
+
     def output(self, handle: Any) -> Any:
         """The node of a result of the whole graph."""
         return self._operand(handle) if isinstance(handle, Handle) else handle
@@ -87,6 +96,8 @@ class Builder:
             return self._linked(node, env)
         if functional.writes_first_argument(node.target):
             return self._in_place(node, env)
+        if uses_batch(node):
+            return self._norm(node, env)
         if _writes_elsewhere(node.target):
             raise CaptureError(
                 f"{meta.source(node)}: {node.target} writes its result into an argument (out=); assign the result."
@@ -129,7 +140,11 @@ class Builder:
         return Handle(made)
 
     def _in_place(self, node: Node, env: dict[Node, Any]) -> Handle:
-        handle: Handle = env[node.args[0]]  # type: ignore[index]
+        if not isinstance(node.args[0], Node):
+            raise CaptureError(
+                f"{meta.source(node)}: {node.target} writes into several tensors at once; write into each of them."
+            )
+        handle: Handle = env[node.args[0]]
         here = self._value(handle)
         # torch.nn.utils.parametrize sets a parameter to itself.
         if node.target is aten.set_.source_Tensor and here is self._value(env[node.args[1]]):  # type: ignore[index]
@@ -153,6 +168,20 @@ class Builder:
             value = self._fit(node, value, wanted)
         functional.write(handle, value, node, self._emit)
         return handle
+
+    def _norm(self, node: Node, env: dict[Node, Any]) -> Handle:
+        """A norm by the statistics of the batch, written out, and its running statistics written back."""
+        handles = {name: env[arg] for name, arg in ir.arguments(node).items() if isinstance(arg, Node)}
+        operands = ir.arguments(node) | {name: self._operand(handle) for name, handle in handles.items()}
+
+        def make(target: Any, *args: Any, **kwargs: Any) -> Node:
+            return self._insert(node, target, args, kwargs)
+
+        normed, news = written_out(node, operands, make, self._constant)
+        for name, value in news.items():
+            wanted = meta.tensor(self._value(handles[name]))
+            functional.write(handles[name], self._fit(node, value, wanted), node, self._emit)
+        return Handle(normed)
 
     def _linked(self, node: Node, env: dict[Node, Any]) -> tuple[Handle, ...]:
         """The values of a custom function, with the gradient that its backward defines."""

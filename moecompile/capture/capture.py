@@ -18,6 +18,7 @@ from torch import nn
 from moecompile import graph as ir
 from moecompile.capture.attributes import Attributes, Carried, refuse_carried
 from moecompile.capture.batch import leaf_names
+from moecompile.capture.buffers import Buffers, shared_memory
 from moecompile.capture.captured import Captured
 from moecompile.capture.explain import errors_explained, torch_quiet
 from moecompile.capture.hf_experts import split_experts
@@ -33,6 +34,7 @@ from moecompile.compat import (
     FakeTensorMode,
     TreeSpec,
     code_when_asked,
+    regions_kept,
     reparametrize_module,
     tree_flatten,
     tree_unflatten,
@@ -62,7 +64,7 @@ class _Call(nn.Module):
         args, kwargs = tree_unflatten([next(supply) if is_tensor else leaf for leaf, is_tensor in pairs], self._spec)
         name = type(self.model).__name__
         # Explained in here: export would print the graph so far for some of torch's errors.
-        watch = watched(self.model, list(tensors), self._results.attributes)
+        watch = watched(self.model, list(tensors), self._results.attributes, self._results.buffers)
         with errors_explained(name), watch, lengths_known(), LoopCapture():
             output = self.model(*args, **kwargs)
             loss = None if self._loss_fn is None else self._loss_fn(output, *args, **kwargs)
@@ -84,8 +86,10 @@ def capture_model(
     ``shapes`` gives the global shape of each parameter or buffer that has been cut already, by its name.  The model
     and its configuration are left as they were.
 
-    `CaptureError` for what no graph can express: side effects on parameters, buffers, attributes or inputs, control
-    flow and numbers that depend on values, custom autograd functions.
+    What the forward writes into buffers is returned behind its results.
+
+    `CaptureError` for what no graph can express: side effects on parameters, attributes or inputs, control flow and
+    numbers that depend on values, custom autograd functions.
     """
     _refuse_backward_hooks(model)
     leaves, in_spec = tree_flatten((args, kwargs))
@@ -165,13 +169,21 @@ def _traced(
 ) -> tuple[torch.export.ExportedProgram, Results]:
     """Export one call; attributes hold what the forward left in them, or what they held before if it failed."""
     tensors = tuple(_fake_input(leaf, mode) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    results = Results(attributes=Attributes(followed))
+    results = Results(attributes=Attributes(followed), buffers=Buffers(shared_memory(model)))
     call = _Call(model, leaves, in_spec, loss_fn, results)
     device = tensors[0].device if tensors else torch.device("cpu")
     faked = _weights_faked(call, mode, device, shapes)
     marked = Marked()
     explained = errors_explained(type(model).__name__)
-    with faked, split_experts(model), marked.forwards(model), torch_quiet(), code_when_asked(), explained:
+    with (
+        faked,
+        split_experts(model),
+        marked.forwards(model),
+        torch_quiet(),
+        code_when_asked(),
+        regions_kept(),
+        explained,
+    ):
         try:
             program = torch.export.export(call, tensors, strict=False)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Hold a capture against the plain model once, on fresh data: outputs, loss, every gradient, buffers left alone.
+"""Hold a capture against the plain model once, on fresh data: outputs, loss, every gradient, every buffer.
 
 Export can be silently wrong (`watch` names the ways that are known), so the first capture of a model whose weights are
 whole is tried: a copy of the model and the captured graph run on the same batch, drawn from the values of the caller's.
@@ -26,7 +26,7 @@ from moecompile.capture.where import forward_line
 from moecompile.compat import tree_flatten, tree_unflatten
 from moecompile.errors import CaptureError
 from moecompile.fields import with_fields
-from moecompile.program import InputKind
+from moecompile.program import InputKind, OutputKind
 
 SWITCH = "MOECOMPILE_COMPARE"
 _LOG = logging.getLogger("moecompile")
@@ -47,7 +47,7 @@ def compare_capture(
 ) -> str:
     """Compare; ``args`` and ``kwargs`` are what one rank passes. Returns why it was left out, '' when it was not.
 
-    `CaptureError` where graph and model differ, or where the model's forward changes one of its buffers.
+    `CaptureError` where graph and model differ. Buffers are those after one forward: a checkpointed one runs again in the backward.
     """
     reason = _reason_against(model, captured, args, kwargs, num_data_ranks)
     if reason:
@@ -56,21 +56,21 @@ def compare_capture(
     around = Surroundings(model, *([] if loss_fn is None else [loss_fn]))
     try:
         plain = copy.deepcopy(model)
-        before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        before = _buffers(plain)
         with torch.random.fork_rng(devices=[]):
-            wanted = _of_model(plain, inputs, loss_fn)
+            wanted, after = _of_model(plain, inputs, loss_fn)
     except Exception as error:
         return f"the plain model could not run on a batch drawn from this one ({type(error).__name__}: {error})"
     finally:
         around.restore()
     where = f"{forward_line(model)}: the captured graph of {type(model).__name__}"
-    for name, buffer in plain.named_buffers():
-        if not torch.equal(buffer, before[name]):
+    found, written = _of_graph(plain, captured, inputs, before)
+    for name, value in after.items():
+        if _difference(written.get(name, before[name]), value, {}) > _TOLERANCE.get(value.dtype, 1e-3):
             raise CaptureError(
                 f"{where} lacks what the plain model's forward does to buffer {name!r}; compute a new tensor instead, or "
                 f"update it outside forward, after the step."
             )
-    found = _of_graph(plain, captured, inputs)
     for name, reference in wanted.items():
         error_ = _difference(found.get(name), reference, wanted)
         if error_ > _TOLERANCE.get(reference.dtype, 1e-3):
@@ -136,16 +136,23 @@ def _fresh(
     return rebuilt
 
 
-def _of_model(plain: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Values:
+def _buffers(plain: nn.Module) -> Values:
+    return {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
+
+
+def _of_model(plain: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Values, Values]:
+    """Results, and the buffers after the forward."""
     args, kwargs = inputs
     output = plain(*args, **kwargs)
     loss = find_loss(output) if loss_fn is None else loss_fn(output, *args, **kwargs)
     outputs = [leaf for leaf in tree_flatten(with_fields(output))[0] if isinstance(leaf, Tensor)]
-    return _values(plain, outputs, loss)
+    after = _buffers(plain)
+    return _values(plain, outputs, loss), after
 
 
-def _of_graph(plain: nn.Module, captured: Captured, inputs: Any) -> Values:
-    known = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+def _of_graph(plain: nn.Module, captured: Captured, inputs: Any, before: Values) -> tuple[Values, Values]:
+    """Results, and what the graph says of the buffers that it writes."""
+    known = {**dict(plain.named_parameters()), **before}
     leaves, _ = tree_flatten(inputs)
     values = []
     for item in captured.inputs:
@@ -156,7 +163,9 @@ def _of_graph(plain: nn.Module, captured: Captured, inputs: Any) -> Values:
     results = torch.fx.Interpreter(captured.graph_module).run(*values)
     outputs = [result for item, result in zip(captured.outputs, results, strict=True) if item.leaf >= 0]
     loss = None if captured.loss_index is None else results[captured.loss_index]
-    return _values(plain, outputs, loss)
+    pairs = zip(captured.outputs, results, strict=True)
+    written = {item.name: result.detach() for item, result in pairs if item.kind is OutputKind.BUFFER}
+    return _values(plain, outputs, loss), written
 
 
 def _values(plain: nn.Module, outputs: Sequence[Tensor], loss: Tensor | None) -> Values:

@@ -2,8 +2,8 @@
 
 Every node of the traced graph stands for a `Handle`.  A handle owns its value, or is a view of another handle.  An
 in-place operation computes a new value and writes it back along the chain of views to the owner; other views of that
-owner are made again when next used.  Parameters, buffers, constants and inputs may not be written: the graph has no
-such side effect.
+owner are made again when next used.  What a buffer holds at the end is a result of the graph.  Parameters, constants
+and inputs may not be written: the graph has no such side effect.
 """
 
 from __future__ import annotations

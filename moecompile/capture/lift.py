@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from moecompile.capture.functional import Handle
 from moecompile.capture.results import Results
 from moecompile.compat import FakeTensorMode, TreeSpec
 from moecompile.errors import CaptureError
-from moecompile.program import Input, InputKind
+from moecompile.program import Input, InputKind, Output, OutputKind
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -58,13 +59,22 @@ class Lifter:
         self.graph = Graph()
         self.inputs: dict[Node, Input] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, tuple[Handle, Node]] = {}  # with the placeholder
         devices = {meta.tensor(node).device.type for node in program.graph.nodes if meta.is_tensor(node)}
         self.builder = Builder(self.graph, mode, root, Autocast.ambient(devices))
 
     def finish(self, name: str, results: Results, in_spec: TreeSpec) -> Captured:
         """Copy the exported graph, clean it up and describe it; ``name`` becomes the graph module's class name."""
-        outputs = self.builder.inline(self.program.graph_module, self._placeholders())
-        self.graph.output(tuple(self.builder.output(item) for item in outputs))
+        values = self.builder.inline(self.program.graph_module, self._placeholders(results.buffers.shared))
+        nodes, outputs = [self.builder.output(item) for item in values], list(results.outputs)
+        assigned = {item.name for item in outputs if item.kind is OutputKind.BUFFER}
+        for fqn, (handle, _) in self.buffers.items():
+            written = self.builder.final(handle)
+            if written is not None and fqn not in assigned:
+                nodes.append(written)
+                outputs.append(Output(OutputKind.BUFFER, fqn))
+        self._check_written(nodes, outputs)
+        self.graph.output(tuple(nodes))
         ir.eliminate_dead(self.graph)
         use_causal_attention(self.graph, lambda node: self.constants.get(node.name))
         ir.eliminate_dead(self.graph)
@@ -74,7 +84,7 @@ class Lifter:
         return Captured(
             graph_module=ir.as_module(self.graph, name=name),
             inputs=inputs,
-            outputs=results.outputs,
+            outputs=outputs,
             in_spec=in_spec,
             out_spec=results.out_spec,
             out_template=results.template,
@@ -83,8 +93,26 @@ class Lifter:
             constants={item.name: self.constants[item.name] for item in inputs if item.name in self.constants},
         )
 
-    def _placeholders(self) -> dict[Node, Any]:
-        """Parameters, buffers, constants, then the call's tensors; tied parameters become one."""
+    def _check_written(self, nodes: list[Any], outputs: list[Output]) -> None:
+        """`CaptureError` for a buffer through which the gradient of the next step would go into this one."""
+        pairs = list(zip(nodes, outputs, strict=True))
+        read = ir.ancestors(
+            *(node for node, item in pairs if item.kind is not OutputKind.BUFFER and isinstance(node, Node))
+        )
+        for node, item in pairs:
+            carries = item.kind is OutputKind.BUFFER and self.builder.carries_gradient(node)
+            if carries and self.buffers[item.name][1] in read:
+                raise CaptureError(
+                    f"{meta.source(node)}: the forward writes into buffer {item.name!r} a value that carries a gradient, and reads "
+                    f"the buffer for its result, so that the backward of the next step would go through this one; detach() what "
+                    f"is written, or write it under torch.no_grad()."
+                )
+
+    def _placeholders(self, shared: Mapping[str, str]) -> dict[Node, Any]:
+        """Parameters, buffers, constants, then the call's tensors; tied parameters become one.
+
+        ``shared`` are buffers that may not be written.
+        """
         env: dict[Node, Any] = {}
         made: dict[str, Handle] = {}
         traced = [node for node in self.program.graph.nodes if node.op == "placeholder"]
@@ -98,17 +126,19 @@ class Lifter:
             elif kind in ("PARAMETER", "BUFFER"):
                 first = self.names[target]
                 if first not in made:
-                    made[first] = self._weight(node, first, kind == "PARAMETER")
+                    made[first] = self._weight(node, first, kind == "PARAMETER", first in shared)
                 env[node] = made[first]
             else:
                 raise CaptureError(f"the model holds a {kind.lower()} ({spec.target}), which no pass can shard.")
         return env
 
-    def _weight(self, node: Node, fqn: str, is_param: bool) -> Handle:
+    def _weight(self, node: Node, fqn: str, is_param: bool, shared: bool) -> Handle:
         value = meta.tensor(node)
         requires_grad = is_param and value.requires_grad
-        frozen = f"{'parameter' if is_param else 'buffer'} {fqn!r}"
+        frozen = f"{'parameter' if is_param else 'buffer'} {fqn!r}" if is_param or shared else ""
         handle = self.builder.placeholder(node, _identifier(fqn), frozen, requires_grad)
+        if not is_param:
+            self.buffers[fqn] = handle, handle.node
         kind = InputKind.PARAM if is_param else InputKind.BUFFER
         self.inputs[handle.node] = Input(
             kind, handle.node.name, (fqn,), tuple(value.shape), requires_grad=requires_grad

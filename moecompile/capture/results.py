@@ -9,6 +9,7 @@ import torch
 
 from moecompile.capture.attributes import Attributes
 from moecompile.capture.batch import hides_tensors
+from moecompile.capture.buffers import Buffers
 from moecompile.capture.hf_cache import is_cache, register_cache
 from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
@@ -24,6 +25,7 @@ class Results:
     template: tuple[Any, ...] = ()
     outputs: list[Output] = field(default_factory=list)
     attributes: Attributes = field(default_factory=Attributes)
+    buffers: Buffers = field(default_factory=lambda: Buffers({}))
 
     @property
     def loss_index(self) -> int | None:
@@ -32,7 +34,10 @@ class Results:
         return kinds.index(OutputKind.LOSS) if OutputKind.LOSS in kinds else None
 
     def collect(self, output: Any, loss: Any, has_loss_fn: bool, model: str) -> tuple[torch.Tensor, ...]:
-        """The tensors of ``output``, after ``loss`` where a loss function made it; the rest is noted here."""
+        """The tensors of ``output``, after ``loss`` where a loss function made it, and what was assigned to buffers.
+
+        The rest is noted here.
+        """
         leaves, self.out_spec = tree_flatten(with_fields(output))
         if any(is_cache(leaf) for leaf in leaves):
             register_cache()
@@ -47,6 +52,9 @@ class Results:
                 is_loss = leaf is found and self.loss_index is None
                 self.outputs.append(Output(OutputKind.LOSS if is_loss else OutputKind.USER, leaf=index))
                 tensors.append(leaf)
+        for name, value in self.buffers.finish().items():
+            self.outputs.append(Output(OutputKind.BUFFER, name))
+            tensors.append(value)
         return tuple(tensors)
 
 

@@ -8,7 +8,7 @@ caught the moment the model does it.  Custom `autograd.Function`s, whose backwar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.attributes import Attributes
+from moecompile.capture.buffers import Buffers, held_tensors, join, storage_key
 from moecompile.capture.custom_function import functions_traced
 from moecompile.capture.followed import unfollowed
 from moecompile.capture.transforms import vmap_unrolled
@@ -41,6 +42,8 @@ _IN_PLACE = frozenset(
         "__set__",
     ]
 )
+# These give a tensor other memory, which no copy of a value stands for.
+_EXCHANGES = frozenset({"__set__", "set_", "resize_", "resize_as_", "swap_tensors"})
 # These end in an underscore and change no value.
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_", "rename_", "share_memory_"})
 
@@ -54,11 +57,15 @@ def is_in_place(name: str) -> bool:
 
 
 class _MutationWatch(TorchFunctionMode):
-    """Raise when a call writes into the storage of a parameter, buffer, plain tensor attribute or model input."""
+    """Raise when a call writes into the storage of a parameter, plain tensor attribute or model input.
 
-    def __init__(self, owners: dict[int, tuple[torch.Tensor, str]]) -> None:
+    Into that of a buffer, too, where something else has the same memory, or where the buffer gets other memory.
+    """
+
+    def __init__(self, owners: dict[int, tuple[torch.Tensor, str]], buffers: dict[int, str]) -> None:
         super().__init__()
-        self._owners = owners  # storage -> the tensor that keeps it alive, and "parameter 'x'", "buffer 'y'", ...
+        self._owners = owners  # storage -> the tensor that keeps it alive, and "parameter 'x'", "attribute 'y'", ...
+        self._buffers = buffers
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,21 +79,22 @@ class _MutationWatch(TorchFunctionMode):
                 f"{current_line()}: the forward hooks the gradient of a tensor ({func.__name__}), which a graph does not hold; write a "
                 "torch.autograd.Function with that backward, or hook the parameters outside forward."
             )
-        written = args[:1] if is_in_place(getattr(func, "__name__", "")) else ()
+        name = getattr(func, "__name__", "")
+        if is_in_place(name):
+            self._check(args[0], name, lasting=name in _EXCHANGES)
         if "out" in kwargs:
-            written = (*written, kwargs["out"])
-        for tensor in written:
-            if isinstance(tensor, torch.Tensor) and (owner := self._owners.get(storage_key(tensor))) is not None:
-                raise CaptureError(
-                    f"{current_line()}: the forward writes into {owner[1]} ({func.__name__}), and a captured step has no "
-                    f"such side effect; compute a new tensor instead, or update it outside forward, after the step."
-                )
+            self._check(kwargs["out"], name, lasting=True)
         return func(*args, **kwargs)
 
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind ``tensor``: equal for views of one another."""
-    return int(tensor.untyped_storage()._cdata)
+    def _check(self, tensor: Any, name: str, *, lasting: bool) -> None:
+        """``lasting``: not even into a buffer."""
+        key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else 0
+        found = self._owners[key][1] if key in self._owners else self._buffers.get(key) if lasting else None
+        if found is not None:
+            raise CaptureError(
+                f"{current_line()}: the forward writes into {found} ({name}), and a captured step has no such side effect; "
+                f"compute a new tensor instead, or update it outside forward, after the step."
+            )
 
 
 def _refuse_assignment(root: nn.Module, module: nn.Module, name: str, line: str) -> None:
@@ -125,8 +133,8 @@ def _moves_ignored(root: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[None]:
-    """Follow ``module.name = value`` in every module of ``root``; refuse tensors that would have to last."""
+def _assignments_watched(root: nn.Module, attributes: Attributes, buffers: Buffers) -> Iterator[None]:
+    """Follow ``module.name = value`` in every module of ``root``; refuse tensors that would have to last, but in buffers."""
     # By identity, and kept alive: the id of an object that is gone may be another one's.
     members = {id(module): module for module in root.modules()}
     # Parametrizations (adapters on expert weights) take a parameter out for the time of a forward and put it back.
@@ -142,6 +150,9 @@ def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[No
         return plain_get(self, name)
 
     def watched_setattr(self: nn.Module, name: str, value: Any) -> None:
+        if id(self) in members and isinstance(value, torch.Tensor) and buffers.takes(self, name, value, current_line):
+            vars(self)["_buffers"][name] = value
+            return
         if (
             id(self) in members and id(value) not in own and "_buffers" in vars(self)
         ):  # a proxy under construction has none
@@ -168,48 +179,40 @@ def _assignments_watched(root: nn.Module, attributes: Attributes) -> Iterator[No
         del nn.Module.__getattribute__  # that of object again
 
 
-def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in plain attributes of ``module``, and one level down in its lists and dictionaries."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        found = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        for item in found:
-            if isinstance(item, torch.Tensor):
-                yield name, item
-
-
-def _owners(root: nn.Module, inputs: list[torch.Tensor]) -> dict[int, tuple[torch.Tensor, str]]:
+def _owners(
+    root: nn.Module, inputs: list[torch.Tensor], shared: Mapping[str, str]
+) -> dict[int, tuple[torch.Tensor, str]]:
     owners = {storage_key(tensor): (tensor, "one of its inputs") for tensor in inputs}
     for prefix, module in root.named_modules():
-        for name, tensor in _held_tensors(module):
-            owners[storage_key(tensor)] = tensor, f"attribute {_join(prefix, name)!r}"
-    owners.update({storage_key(tensor): (tensor, f"buffer {name!r}") for name, tensor in root.named_buffers()})
+        for name, tensor in held_tensors(module):
+            owners[storage_key(tensor)] = tensor, f"attribute {join(prefix, name)!r}"
+    for name, tensor in root.named_buffers():
+        if name in shared:
+            owners[storage_key(tensor)] = tensor, f"buffer {name!r}, which shares memory with {shared[name]}"
     owners.update({storage_key(tensor): (tensor, f"parameter {name!r}") for name, tensor in root.named_parameters()})
     return owners
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 @contextlib.contextmanager
-def watched(root: nn.Module, inputs: list[torch.Tensor], attributes: Attributes) -> Iterator[None]:
+def watched(root: nn.Module, inputs: list[torch.Tensor], attributes: Attributes, buffers: Buffers) -> Iterator[None]:
     """Run the model's forward inside: side effects that the graph cannot express raise `CaptureError`.
 
-    ``attributes`` learns which plain attributes the forward wrote, to be forgotten after the trace.
+    ``attributes`` learns which plain attributes the forward wrote, to be forgotten after the trace, ``buffers`` what it
+    assigned to buffers.
     """
-    before = {id(tensor): tensor for module in root.modules() for _, tensor in _held_tensors(module)}
+    buffers.begin(root)
+    held = {storage_key(tensor): f"buffer {name!r}" for name, tensor in root.named_buffers()}
+    before = {id(tensor): tensor for module in root.modules() for _, tensor in held_tensors(module)}
     with (
-        _assignments_watched(root, attributes),
+        _assignments_watched(root, attributes, buffers),
         _moves_ignored(root),
         functions_traced(),
         vmap_unrolled(),
-        _MutationWatch(_owners(root, inputs)),
+        _MutationWatch(_owners(root, inputs, buffers.shared), held),
     ):
         yield
     attributes.end()
     for module in root.modules():
-        for name, tensor in _held_tensors(module):
+        for name, tensor in held_tensors(module):
             if id(tensor) not in before and not attributes.is_local(module, name):
                 _refuse_assignment(root, module, name, forward_line(module))

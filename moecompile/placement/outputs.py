@@ -30,8 +30,9 @@ def is_placed(program: Program, axis: str) -> bool:
 def finish(graph: GraphModule, program: Program, walk: Sharder, axis: str) -> None:
     """Convert the outputs on ``axis``, exchange the graph and bring the interface up to date.
 
-    The loss becomes this rank's share; other results become whole, or stay this rank's part where they are cut. A result that is cut
-    on two axes within one data rank, one of them in stripes, becomes whole on the second: no DTensor says how it lies.
+    The loss becomes this rank's share, what a buffer holds becomes whole; other results become whole, or stay this rank's part where
+    they are cut. A result that is cut on two axes within one data rank, one of them in stripes, becomes whole on the second: no
+    DTensor says how it lies.
     """
     rows = _batch_sizes(program, axis)
     results, outputs = [], []
@@ -80,6 +81,8 @@ def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sh
     """How a result leaves the program on one axis."""
     if item.kind is OutputKind.LOSS:
         return PARTIAL
+    if item.kind is OutputKind.BUFFER:
+        return REPLICATE
     if isinstance(have, Partial) and item.kind is not OutputKind.METRIC:
         return REPLICATE
     if item.kind is OutputKind.USER:

@@ -66,9 +66,10 @@ def check_partial_values(program: Program) -> None:
                 if not (axis == "etp" and node.target is ops.unpermute and _is_halfway(program)):
                     _check(node, axis)
     for found, item in zip(program.output_nodes(), program.outputs, strict=True):
-        if isinstance(found, Node) and item.kind is OutputKind.USER:
+        if isinstance(found, Node) and item.kind in (OutputKind.USER, OutputKind.BUFFER):
+            reader = "returned to the user" if item.kind is OutputKind.USER else f"written into buffer {item.name!r}"
             for axis in _partial_axes(found):
-                raise fault(found, f"is returned to the user while partial on {axis}; all_reduce it over {axis} first")
+                raise fault(found, f"is {reader} while partial on {axis}; all_reduce it over {axis} first")
 
 
 def _is_halfway(program: Program) -> bool:

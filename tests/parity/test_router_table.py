@@ -211,9 +211,18 @@ def forced_balance(self: Layer, x: Tensor, more: Batch) -> Chosen:
     return top, ids
 
 
+def quantile_updated(self: Layer, x: Tensor, more: Batch) -> Chosen:
+    logits = self.gate(x)
+    ids = (logits - self.bias).topk(TOP_K).indices
+    with torch.no_grad():
+        self.bias.copy_(logits.quantile(0.75, dim=0))
+    return logits.gather(-1, ids).softmax(-1), ids
+
+
 EXACT: list[Router] = [
     softmax_behind, softmax_before, softmax_normalised, other_precision, switch, sigmoid_bias, sigmoid_bias_top_1, sqrtsoftplus,
     scaling_factor, groups_softmax, groups_sigmoid_bias, quantile, sinkhorn_top_1, sinkhorn_top_2, standardised, balanced, padded,
+    quantile_updated,
 ]  # fmt: skip
 RANDOM: list[Router] = [jitter, noisy, forced_balance]
 
@@ -261,14 +270,6 @@ def sinkhorn_until(self: Layer, x: Tensor, more: Batch) -> Chosen:
     return logits.sigmoid().gather(-1, ids), ids
 
 
-def quantile_updated(self: Layer, x: Tensor, more: Batch) -> Chosen:
-    logits = self.gate(x)
-    ids = (logits - self.bias).topk(TOP_K).indices
-    with torch.no_grad():
-        self.bias.copy_(logits.quantile(0.75, dim=0))
-    return logits.gather(-1, ids).softmax(-1), ids
-
-
 def hashed(self: Layer, x: Tensor, more: Batch) -> Chosen:
     ids = self.table[more["words"]]
     return torch.full(ids.shape, 0.5, dtype=x.dtype), ids
@@ -287,7 +288,6 @@ def threshold(self: Layer, x: Tensor, more: Batch) -> Chosen:
 
 REFUSED: dict[Router, str] = {
     sinkhorn_until: "a branch, a size or a number depends on tensor values",
-    quantile_updated: "writes into buffer 'bias'.*outside forward",
     hashed: "computes on rows picked by their values.*accepted forms",
     replayed: "computes on rows picked by their values.*accepted forms",
     threshold: "a branch, a size or a number depends on tensor values",

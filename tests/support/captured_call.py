@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from moecompile import meta
 from moecompile.capture import Captured
-from moecompile.program import InputKind
+from moecompile.program import InputKind, OutputKind
 
 
 def run_captured(captured: Captured, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """The graph's outputs on the model's own parameters and buffers, with autograd."""
+    """The graph's outputs on the model's own parameters and copies of its buffers, with autograd."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {name: value.detach().clone() for name, value in model.named_buffers(remove_duplicate=False)}
     leaves, _ = tree_flatten((args, kwargs))
     values = []
     for item in captured.inputs:
@@ -71,9 +71,15 @@ def assert_matches_eager(
     tolerance: float = 1e-5,
     **kwargs: Any,
 ) -> None:
-    """The graph and the plain model agree on this call; at least one gradient must be there to compare."""
-    wanted = model(*args, **kwargs)
+    """The graph and the plain model agree on this call and the buffers behind it; at least one gradient must be there."""
+    held = {name: value.detach().clone() for name, value in model.named_buffers()}
     outs = run_captured(captured, model, *args, **kwargs)
+    wanted = model(*args, **kwargs)
+    for item, out in zip(captured.outputs, outs, strict=True):
+        if item.kind is OutputKind.BUFFER:
+            held[item.name] = out
+    for name, value in model.named_buffers():
+        assert_close(f"buffer {name}", held[name].detach(), value.detach(), tolerance)
     found = captured.rebuild(outs)
     for index, (one, other) in enumerate(zip(tree_leaves(found), tree_leaves(wanted), strict=True)):
         if isinstance(other, torch.Tensor):

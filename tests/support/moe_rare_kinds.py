@@ -98,7 +98,26 @@ class AnyElif(_Tokens):
 
 
 # kind -> number of MoE layers
-RECOGNISED: dict[type[nn.Module], int] = {RouterPerLinear: 4, WeighedGroups: 2, OneDecisionForTwo: 2, AnyElif: 1}
+class LoadCounter(_Tokens):
+    """Tokens per expert, added up in a buffer."""
+
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.load += torch.bincount(self.route(x)[1].flatten(), minlength=EXPERTS)
+        return super().mixed(x)
+
+
+RECOGNISED: dict[type[nn.Module], int] = {
+    RouterPerLinear: 4,
+    WeighedGroups: 2,
+    OneDecisionForTwo: 2,
+    AnyElif: 1,
+    LoadCounter: 1,
+}
 
 
 class SeveralTopKGates(nn.Module):
@@ -303,19 +322,6 @@ class BinsFromData(_Tokens):
         return torch.zeros_like(x).index_add(0, order // TOP_K, out * w.view(-1)[order, None])
 
 
-class LoadCounter(_Tokens):
-    """Tokens per expert, added up in a buffer."""
-
-    def make(self) -> None:
-        super().make()
-        self.register_buffer("load", torch.zeros(EXPERTS))
-
-    def mixed(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.load += torch.bincount(self.route(x)[1].flatten(), minlength=EXPERTS)
-        return super().mixed(x)
-
-
 REFUSED: dict[type[nn.Module], str] = {
     Groups: "routes tokens to experts, but an expert hands out 2 values",
     ComputedIds: "the router chooses among 2, and 4 experts were found",
@@ -327,7 +333,6 @@ REFUSED: dict[type[nn.Module], str] = {
     UpToTheLast: r"reads a number out of a tensor \(item\)",
     ClassesFromData: "depends on tensor values",
     BinsFromData: "depends on tensor values",
-    LoadCounter: "writes into buffer 'mixture.load'",
 }
 
 

@@ -55,10 +55,11 @@ class Step:
 
 @dataclass
 class Run:
-    """Steps of training, and the weights after the last."""
+    """Steps of training, the weights after the last, and the buffers that the steps wrote."""
 
     steps: list[Step] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 # ---- comparison --------------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def difference(name: str, found: Tensor, reference: Tensor, *, zero: bool = Fals
 
 
 def compare(found: Run, reference: Run, *, rtol: float = RTOL, zero: Sequence[str] = ()) -> dict[str, float]:
-    """Worst relative difference of loss, outputs, grads, norm and weights; ParityError if one exceeds ``rtol``.
+    """Worst relative difference of loss, outputs, grads, norm, weights and buffers; ParityError if one exceeds ``rtol``.
 
     ``zero`` are patterns of parameter names whose gradient is exactly zero in every step.
     """
@@ -104,6 +105,7 @@ def compare(found: Run, reference: Run, *, rtol: float = RTOL, zero: Sequence[st
         errors += _each("outputs", f" of step {at}", here.outputs, there.outputs)
         errors += _each("grads", f" of step {at}", here.grads, there.grads, zero)
     errors += _each("weights", "", found.weights, reference.weights)
+    errors += _each("buffers", "", found.buffers, reference.buffers)
     wrong = sorted((item for item in errors if item[2] > rtol), key=lambda item: -item[2])
     if wrong:
         listed = "; ".join(f"{kind} {name} by {size:.3e}" for kind, name, size in wrong[:6])
@@ -111,7 +113,7 @@ def compare(found: Run, reference: Run, *, rtol: float = RTOL, zero: Sequence[st
         raise ParityError(f"{len(wrong)} of {len(errors)} values differ by more than {rtol:g}: {listed}.")
     return {
         kind: max(size for one, _, size in errors if one == kind)
-        for kind in ("loss", "outputs", "grads", "norm", "weights")
+        for kind in ("loss", "outputs", "grads", "norm", "weights", "buffers")
         if any(one == kind for one, _, _ in errors)
     }
 
@@ -158,6 +160,7 @@ def plain(
     """
     model = copy.deepcopy(model)
     stepper, run = OPTIMIZERS[optimizer](model.parameters()), Run()
+    before = {name: value.clone() for name, value in model.named_buffers()}
     for batch in batches:
         out = model(**batch)
         out["loss"].backward()
@@ -174,6 +177,9 @@ def plain(
         stepper.step()
         stepper.zero_grad()
     run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    run.buffers = {
+        name: value.detach() for name, value in model.named_buffers() if not torch.equal(value, before[name])
+    }
     return run
 
 
@@ -275,6 +281,7 @@ class LockStep:
 
     def reset(self) -> None:
         """Every rank's weights as the model has them, with a fresh optimizer."""
+        self.written: list[dict[str, Tensor]] = [{} for _ in range(self.mesh.world_size)]
         weights = [item for item in self.program.inputs if item.kind in (InputKind.PARAM, InputKind.BUFFER)]
         self.ranks = [
             {
@@ -300,6 +307,8 @@ class LockStep:
                     grads[rank][item.name] = value
                 elif item.kind in (OutputKind.LOSS, OutputKind.USER):
                     outputs.setdefault(self._output_names()[item.leaf], []).append(value)
+                elif item.kind is OutputKind.BUFFER:
+                    self.written[rank][item.name] = value
             if change is not None:
                 change(grads[rank])
         whole = self._output_shapes(batch)
@@ -315,7 +324,9 @@ class LockStep:
     def run(self, batches: Sequence[Batch], **options: Any) -> Run:
         """One step for each batch."""
         steps = [self.step(batch, **options) for batch in batches]
-        return Run(steps, self._gathered([{k: v.detach() for k, v in held.items()} for held in self.ranks]))
+        weights = self._gathered([{k: v.detach() for k, v in held.items()} for held in self.ranks])
+        buffers = {name: _same(name, [held[name] for held in self.written]) for name in self.written[0]}
+        return Run(steps, weights, buffers)
 
     def _output(self, name: str, parts: list[Tensor], shape: torch.Size) -> Tensor:
         """An output of the plain model's shape: parts over tp and cp are put together first, the last cut before the one before."""
@@ -330,7 +341,9 @@ class LockStep:
         leaves = list(slice_for(batch, self.plan, rank).values())
         found = []
         for item in self.program.inputs:
-            if item.kind in (InputKind.PARAM, InputKind.BUFFER):
+            if item.kind is InputKind.BUFFER and item.fqns[0] in self.written[rank]:
+                found.append(self.written[rank][item.fqns[0]])
+            elif item.kind in (InputKind.PARAM, InputKind.BUFFER):
                 found.append(self.ranks[rank][item.name].detach())
             elif item.kind is InputKind.BATCH:
                 found.append(leaves[item.leaf])
@@ -371,7 +384,8 @@ class LockStep:
         key = tuple(value.shape for value in batch.values())
         if key not in self._shapes:
             with torch.no_grad():
-                self._shapes[key] = {name: value.shape for name, value in self.model(**batch).items()}
+                made = copy.deepcopy(self.model)(**batch)
+            self._shapes[key] = {name: value.shape for name, value in made.items()}
         return self._shapes[key]
 
 

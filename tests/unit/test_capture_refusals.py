@@ -32,7 +32,11 @@ class Inner(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("steps", torch.zeros(4))
         self.table = torch.ones(4)
-        self.cache: list[Tensor] = [torch.zeros(4)]
+        self.register_buffer("more", torch.zeros(4))
+        self.register_buffer("shared", self.linear.bias.data[:2])
+        self.register_buffer("listed", torch.ones(4))
+        self.average = nn.BatchNorm1d(4, momentum=None)
+        self.cache: list[Tensor] = [torch.zeros(4), self.listed]
 
     def forward(self, x: Tensor, body: Callable[[Any, Tensor], Any]) -> Any:
         return body(self, x)
@@ -50,20 +54,66 @@ class Model(nn.Module):
         return self.inner(x, self.body)
 
 
-def buffer_in_place(self: Any, x: Tensor) -> Tensor:
-    self.steps.add_(1)
-    return self.linear(x) + self.steps
-
-
-def buffer_without_grad(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.steps[0] += 1
+def buffer_of_another_shape(self: Any, x: Tensor) -> Tensor:
+    self.steps = self.linear(x)
     return self.linear(x)
 
 
-def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
-    self.steps = self.steps + 1
+def buffer_of_another_type(self: Any, x: Tensor) -> Tensor:
+    self.steps = self.steps.double()
     return self.linear(x)
+
+
+def buffer_gone(self: Any, x: Tensor) -> Tensor:
+    self.steps = None
+    return self.linear(x)
+
+
+def buffer_follows_a_parameter(self: Any, x: Tensor) -> Tensor:
+    self.steps = self.linear.bias.detach()
+    return self.linear(x)
+
+
+def buffers_become_one(self: Any, x: Tensor) -> Tensor:
+    self.steps = self.more = self.steps + x.sum(0)
+    return self.linear(x)
+
+
+def buffer_data(self: Any, x: Tensor) -> Tensor:
+    self.steps.data = self.steps.data * 2
+    return self.linear(x)
+
+
+def buffer_resized(self: Any, x: Tensor) -> Tensor:
+    self.steps.resize_(2)
+    return self.linear(x)
+
+
+def buffer_with_a_gradient(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.linear(x) - self.steps
+    self.steps.mul_(0.9).add_(out.mean(0))
+    return out
+
+
+def buffer_of_a_parameter(self: Any, x: Tensor) -> Tensor:
+    self.shared.mul_(2)
+    return self.linear(x)
+
+
+def buffer_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.listed.mul_(2)
+    return self.linear(x) * self.cache[-1]
+
+
+def buffers_at_once(self: Any, x: Tensor) -> Tensor:
+    torch._foreach_add_([self.steps, self.more], 1)
+    return self.linear(x)
+
+
+def buffer_of_the_mean_so_far(self: Any, x: Tensor) -> Tensor:
+    """Its momentum is one over the number of calls."""
+    found: Tensor = self.average(self.linear(x))
+    return found
 
 
 def buffer_registered(self: Any, x: Tensor) -> Tensor:
@@ -195,9 +245,24 @@ def broken(self: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: list[tuple[Callable[[Any, Tensor], Any], str]] = [
-    (buffer_in_place, "writes into buffer 'inner.steps'.*outside forward"),
-    (buffer_without_grad, "writes into buffer 'inner.steps'.*outside forward"),
-    (buffer_reassigned, "assigns a tensor to buffer 'steps' of inner.*outside forward"),
+    (buffer_of_another_shape, r"assigns to buffer 'steps' of inner .*of shape \(3, 4\), where it held.*keep its shape"),
+    (buffer_of_another_type, "assigns to buffer 'steps' of inner a torch.float64 tensor.*keep its shape and type"),
+    (buffer_gone, "to buffer 'steps' of inner.*update it outside forward"),
+    (buffer_follows_a_parameter, r"the memory of parameter 'inner.linear.bias'.*assign a clone\(\) of it"),
+    (buffers_become_one, r"the same memory as buffer 'inner.steps'.*assign a clone\(\) of it"),
+    (buffer_data, r"writes into buffer 'inner.steps' \(__set__\).*outside forward"),
+    (buffer_resized, r"writes into buffer 'inner.steps' \(resize_\).*outside forward"),
+    (
+        buffer_with_a_gradient,
+        r"buffer 'inner.steps' a value that carries a gradient, and reads.*detach\(\) what is written",
+    ),
+    (
+        buffer_of_a_parameter,
+        "writes into buffer 'inner.shared', which shares memory with parameter 'inner.linear.bias'",
+    ),
+    (buffer_in_a_list, "writes into buffer 'inner.listed', which shares memory with attribute 'inner.cache'.*outside"),
+    (buffers_at_once, "_foreach_add_.* writes into several tensors at once; write into each of them"),
+    (buffer_of_the_mean_so_far, "depends on tensor values.*torch.where"),
     (buffer_registered, "assigns a tensor to attribute 'late' of inner.*outside forward"),
     (buffer_as_out, "writes into buffer 'inner.steps'.*outside forward"),
     (attribute_carried, "assigns a tensor to attribute 'last' of inner that was there before.*return the tensor"),
