@@ -377,7 +377,6 @@ _REFUSED: dict[str, dict[str, str]] = {
         "tp2 sp": "takes the same on all ranks, a sum",
     },
     "last sequence": {"dp4 ep2 etp2": "only a sum of parts may be taken"},
-    "quantile of the batch": {"dp4 ep2 etp2": "drops the dim that is cut"},
 }
 
 KINDS: dict[str, Kind] = {

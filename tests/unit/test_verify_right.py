@@ -226,3 +226,12 @@ class ByPosition(Layer):
 
 def test_the_gradient_of_one_row_a_rank_is_that_of_every_row() -> None:
     planted(ByPosition(nn.Linear(8, 8), lambda part, x: part(x)), Plan(dp=4))
+
+
+def scaled(part: nn.Module, x: Tensor) -> Tensor:
+    """A weight for every channel, as state spaces have: its gradient loses the dim of the batch by a squeeze."""
+    return (x.transpose(1, 2) * part.bias[None, :, None]).transpose(1, 2)  # type: ignore[index]
+
+
+def test_a_gradient_squeezes_the_dim_of_one_row_a_rank() -> None:
+    planted(Layer(nn.Linear(8, 8), scaled), Plan(dp=4))

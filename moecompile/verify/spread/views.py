@@ -187,6 +187,8 @@ def _squeeze(call: Call) -> Options:
     reading = plain_view(call.of(source))
     if reading.kind is Kind.SUM:
         return only(reading)
+    if is_backward(call) and reading.kind is Kind.CUT and reading.dim in gone:
+        return only(SUM)  # the one row of this rank, as in _drops_one_row
     return reordered(call, reading, [dim for dim in range(len(shape)) if dim not in gone])
 
 
