@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import grads
-from .compilation import Request, compile_call
+from .compilation import Request, compile_call, microbatch_sizes
 from .errors import CaptureError, PlanError
 from .expert_counts import check_experts
 from .optimizer_state import load_optimizer, save_optimizer
@@ -78,6 +78,8 @@ def trace(
         )
     check_experts(model, plan)
     args, kwargs = split_call(example)
+    if plan.microbatches > 1:
+        microbatch_sizes(args, kwargs, plan)  # refuses what they cannot be cut from
     return compile_call(model, Request(args, kwargs, plan, loss_fn), record_text=True)
 
 
@@ -184,7 +186,7 @@ def update_expert_bias(model: ParallelModel, rate: float = 1e-3) -> None:
 
 def full_state_dict(model: ParallelModel) -> dict[str, Any]:
     """A snapshot of the whole state as plain tensors under the plain model's names, on every rank; collective."""
-    return full_state(model._state.layout, model.plain.state_dict())
+    return full_state(model._state.layout, model._state.layout.own_state())
 
 
 def full_grads(model: ParallelModel) -> dict[str, Tensor | None]:

@@ -96,7 +96,7 @@ def _sent(node: Node, ranks: int) -> int:
     factor = share
     if node.target is ops.all_reduce:
         factor = 2 * share
-    elif node.target is ops.rotate:
+    elif node.target in (ops.rotate, ops.zigzag_exchange):
         factor = Fraction(1)
     elif node.target in (ops.all_gather, ops.all_gather_rows, ops.reduce_scatter_rows):
         factor = Fraction(ranks - 1)

@@ -4,7 +4,7 @@ Every name taken from a private module is imported here, under a public-looking 
 says why no public way exists, so that a new torch release breaks one file only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -41,6 +41,9 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
+# An operator whose results have sizes that depend on values; caught to name the line that calls it.
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+
 # Shapes without data, and sizes known only at run time.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -48,6 +51,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # An operator without a fake rule; caught to name the line that calls it.
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensorMode as _FunctionalTensorMode
+
+# What `Function.apply` ends in, whenever it was taken from its class.
+from torch.autograd.function import _SingleLevelFunction
 
 # Ranks leave word in the default store after a failure; init_process_group keeps it to itself.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -58,6 +64,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 # A dim that holds several projections side by side, each of them cut; DTensor has no public placement for it.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
+
+# Modules that generate their code when it is first asked for: most graphs between passes never run.
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
@@ -78,6 +87,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # The pytrees of torch.export's calling convention.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
@@ -93,8 +103,22 @@ from torch.utils._sympy.value_ranges import ValueRanges
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+LazyGraphModule = _LazyGraphModule
 reparametrize_module = _reparametrize_module
+SingleLevelFunction = _SingleLevelFunction
 StridedShard = _StridedShard
+
+
+def code_when_asked() -> AbstractContextManager[None]:
+    """Inside, torch makes graph modules that generate their code when it is first asked for."""
+    return _use_lazy_graph_module(True)
+
+
+def empty_fake(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What ``torch.empty_strided`` gives under the mode, without the way there through the dispatcher; no mode may be active."""
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

@@ -358,7 +358,7 @@ class CompiledCall:
         for item in self.trained:
             grad = outputs[item.output]
             if item.place is not None and item.place < 0:
-                gradients.append(item.param.new_empty(0))
+                gradients.append(torch.empty_like(item.param))  # others hold it
                 continue
             if item.place is not None:
                 grad = parts.setdefault(item.output, grad.unbind(0))[item.place]

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import operator
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from . import meta
-from .compat import FakeTensor, FakeTensorMode, OpOverload, ShapeEnv, rename_node, tree_map, without_new_symbols
+from .compat import (
+    FakeTensor,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    ShapeEnv,
+    empty_fake,
+    rename_node,
+    tree_map,
+    without_new_symbols,
+)
 
 _KNOWN = "moecompile_known"  # attribute of a fake mode: values by their calls
 _NUMBERS = (bool, int, float)
@@ -23,11 +35,18 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
 
 
+def as_module(graph: Graph, root: nn.Module | None = None, name: str = "GraphModule") -> GraphModule:
+    """A graph as a module, whose code is generated when it is first asked for; attributes that calls read are those of ``root``."""
+    return LazyGraphModule(nn.Module() if root is None else root, graph, name)
+
+
 def find(graph: Graph | GraphModule, *targets: Any) -> list[Node]:
     """All nodes that call one of ``targets``, in graph order."""
-    nodes = graph.graph.nodes if isinstance(graph, GraphModule) else graph.nodes
-    wanted = set(targets)
-    return [node for node in nodes if node.op == "call_function" and node.target in wanted]
+    inner = graph.graph if isinstance(graph, GraphModule) else graph
+    found = [
+        node for target in set(targets) for node in inner.find_nodes(op="call_function", target=target, sort=False)
+    ]
+    return sorted(found)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -103,8 +122,7 @@ def _again(form: Any, sizes: list[torch.SymInt], mode: FakeTensorMode) -> Any:
     shape, stride = (
         [sizes[int(size)] if isinstance(size, str) else size for size in part] for part in (form.shape, form.stride)
     )
-    with mode:
-        return torch.empty_strided(shape, stride, dtype=form.dtype, device=form.device)
+    return empty_fake(mode, shape, stride, form.dtype, form.device)
 
 
 def _is_settled(target: Any) -> bool:
@@ -255,6 +273,12 @@ def descendants(start: Node, stop: Iterable[Any] = ()) -> list[Node]:
     return list(seen)
 
 
+def behind(node: Node) -> Iterator[Node]:
+    """The nodes that stand after a node, in graph order."""
+    while (node := node.next).op != "root":
+        yield node
+
+
 def ancestors(*nodes: Node, stop: Iterable[Node] = ()) -> set[Node]:
     """Everything the nodes depend on, without themselves; the search does not go past ``stop``."""
     barrier, seen, todo = set(stop), set(), list(nodes)
@@ -265,6 +289,29 @@ def ancestors(*nodes: Node, stop: Iterable[Node] = ()) -> set[Node]:
                 if source not in barrier:
                     todo.append(source)
     return seen
+
+
+def ancestors_beyond(end: Node, start: Node) -> set[Node]:
+    """``end`` and everything it depends on, without ``start`` and what that depends on. Looks at little more than what it finds."""
+    beyond, common = {end} - {start}, {start}
+    todo = sorted({end, start})  # the last node of a graph first: whatever reads a node has been seen before it
+    waiting = len(beyond)  # of those in ``todo`` that are not known to lie before ``start``
+    while waiting:
+        node = todo.pop()
+        mine = node in beyond
+        waiting -= mine
+        for source in node.all_input_nodes:
+            known = source in beyond or source in common
+            if not mine:
+                waiting -= source in beyond
+                beyond.discard(source)
+                common.add(source)
+            elif not known:
+                beyond.add(source)
+                waiting += 1
+            if not known:
+                insort(todo, source)
+    return beyond
 
 
 def eliminate_dead(graph: Graph, keep: Callable[[Node], bool] = lambda node: False) -> int:

@@ -137,7 +137,10 @@ def _check_count(layout: Layout, letter: str, found: int, needed: int, what: str
     if found != needed:
         last = max((at for at, stage in enumerate(layout.stages) if letter in stage), default=0)
         raise _stage_error(
-            layout, last, f"{found} {what}s ({letter}) for a model of {needed}", f"write {needed} times {letter}"
+            layout,
+            last,
+            f"{found} {what}s ({letter}) for a model of {needed}",
+            f"write {needed} times {letter}" if needed else f"leave {letter} out",
         )
 
 

@@ -2,7 +2,7 @@
 
 One global hook looks at an optimizer once after each cut; every further step costs a dictionary look-up, and optimizers
 without cut parameters are never looked at twice. An optimizer fits if the update of an element depends on that element alone:
-those of ``torch.optim`` are known, any other one is tried on small tensors.
+those of ``torch.optim`` are known, any other one is tried on small tensors. Muon also fits where one rank has the whole matrix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .errors import PlanError
 from .optimizer_probe import is_elementwise
 from .optimizer_state import cut_unused
 from .state import State
+from .weights import Cut
 
 _ELEMENTWISE = {
     torch.optim.SGD,
@@ -43,6 +44,7 @@ _NEEDS_WHOLE = {
     "Shampoo": "preconditions whole matrices",
     "SOAP": "preconditions whole matrices",
 }
+_ONE_BY_ONE = {"Muon"}
 _states: weakref.WeakSet[State] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _cuts = 0
@@ -83,13 +85,19 @@ def _check(opt: Optimizer) -> None:
                 cut[id(param)] = (state, name)
     for group in opt.param_groups:
         held = [(param, *cut[id(param)]) for param in group["params"] if id(param) in cut]
-        parts = [item for item in held if item[1].weights.cut_of(item[2]) is not None]
+        parts = [item for item in held if _is_part(opt, item[1].weights.cut_of(item[2]))]
         if parts:
             param, state, name = parts[0]
             _check_kind(opt, group, param, state, name)
         for param, state, name in held:
             _check_state(opt, param, state, name)
     _looked_at[opt] = seen
+
+
+def _is_part(opt: Optimizer, cut: Cut | None) -> bool:
+    """Whether ranks hold parts of a weight; a matrix that one rank holds whole is none to who takes one matrix at a time."""
+    whole = cut is not None and cut.owner is not None and not cut.more
+    return cut is not None and not (whole and any(kind.__name__ in _ONE_BY_ONE for kind in type(opt).__mro__))
 
 
 def _has_any(opt: Optimizer, model: nn.Module) -> bool:

@@ -176,7 +176,8 @@ class ParallelModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         raise TypeError(
             "a parallel model cannot be copied: it holds process groups and this rank's share of the weights; copy the plain model before "
-            "parallelize, or load full_state_dict(model) into a plain one."
+            "parallelize, or load full_state_dict(model) into a plain one. For an average of weights clone model.parameters() after the "
+            "first call and lerp the clones: a share averages as the whole does."
         )
 
     # -- a call ------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class ParallelModel(nn.Module):
         optimizer_guard.watch(state.layout)
         self._mark_cut_gradients()
         if state.watch is None:
-            guard(self.plain, state.weights.shapes)
+            guard(self.plain, state.layout)
             state.watch = ModelWatch(self.plain)
         return self._bound(programs, sizes)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from . import graph as graphs
 from . import meta
@@ -114,7 +114,7 @@ def _part(program: Program, wanted: Sequence[Any], outputs: list[Output], given:
             env[node] = made.node_copy(node, env.__getitem__)
             env[node].meta = meta.copy_meta(node)
     made.output(tuple(env[node] if isinstance(node, Node) else node for node in wanted))
-    module = GraphModule(program.graph_module, made)
+    module = graphs.as_module(made, program.graph_module)
     return replace(
         program, graph_module=module, inputs=inputs, outputs=outputs, history=[], in_spec=None, out_spec=None
     )

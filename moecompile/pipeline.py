@@ -174,18 +174,18 @@ def _run(
     before = graph_text(program) if record_text else ""
     seen: _Seen | None = None
     for at, item in enumerate(passes):
-        start, nodes_before = time.perf_counter(), len(program.graph.nodes)
+        start, nodes_before, unchanged = time.perf_counter(), len(program.graph.nodes), False
         try:
             rewrites = _apply(program, item, ctx)
             verify_start = time.perf_counter()
             if check:
-                seen = _verify(program, item, seen, last=at == len(passes) - 1)
+                seen, unchanged = _verify(program, item, seen, last=at == len(passes) - 1)
         except Exception as error:
             if dump is not None:
                 dump.reproducer(error, passes[at:], at)
             raise
         verify_seconds = time.perf_counter() - verify_start
-        after = graph_text(program) if record_text else ""
+        after = before if unchanged or not record_text else graph_text(program)
         program.history.append(
             HistoryEntry(
                 pass_text=item.text,
@@ -195,7 +195,7 @@ def _run(
                 seconds=time.perf_counter() - start,
                 ops=op_counts(program.graph),
                 text=after,
-                diff=_diff(before, after),
+                before=before,
                 verify_seconds=verify_seconds,
                 declined=tuple(ctx.declined),
             )
@@ -222,18 +222,18 @@ def _apply(program: Program, item: Pass, ctx: PassContext) -> int:
     return rewrites
 
 
-def _verify(program: Program, item: Pass, seen: _Seen | None, *, last: bool) -> _Seen:
-    """Check the program, unless it is what was ``seen`` to be right; returns what it is now."""
+def _verify(program: Program, item: Pass, seen: _Seen | None, *, last: bool) -> tuple[_Seen, bool]:
+    """Check the program, unless it is what was ``seen`` to be right; returns what it is now, and whether it is the same."""
     now = _Seen(program)
+    same = seen is not None and seen.same(now)
     try:
-        if seen is None or not seen.same(now):
-            verify_program(program)
+        written_out = None if same else verify_program(program)
         if last:
-            verify_values(program)
+            verify_values(program, written_out)
     except VerifyError as error:
         done = ", ".join(entry.pass_text for entry in program.history) or "nothing"
         raise VerifyError(f"after pass '{item.text}' (run before it: {done}): {error}") from error
-    return now
+    return now, same
 
 
 class _Seen:
@@ -262,12 +262,8 @@ def _same_node(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def op_counts(graph: Graph) -> tuple[tuple[str, int], ...]:
     """How often each op is called, most frequent first."""
-    counts = Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
-    return tuple(counts.most_common())
-
-
-def _diff(before: str, after: str) -> str:
-    return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
+    counts = Counter(node.target for node in graph.nodes if node.op == "call_function")
+    return tuple((str(target), count) for target, count in counts.most_common())
 
 
 # ---- dumps ---------------------------------------------------------------------------------------------------------

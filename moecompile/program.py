@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +120,7 @@ class HistoryEntry:
     """What one pass did: its text form, number of rewrites, node counts, seconds, text and diff of the graph.
 
     ``declined`` says what the pass left as it was, and why.
-    ``seconds`` is all of it, ``verify_seconds`` the part that the verifier took.
+    ``before`` is the text that it found. ``seconds`` is all of it, ``verify_seconds`` the part that the verifier took.
     """
 
     pass_text: str
@@ -128,9 +130,17 @@ class HistoryEntry:
     seconds: float
     ops: tuple[tuple[str, int], ...]
     text: str = ""
-    diff: str = ""
+    before: str = field(default="", repr=False)
     verify_seconds: float = 0.0
     declined: tuple[str, ...] = ()
+
+    @cached_property
+    def diff(self) -> str:
+        """What the pass changed of the text."""
+        if self.text == self.before:
+            return ""
+        lines = self.before.splitlines(), self.text.splitlines()
+        return "\n".join(difflib.unified_diff(*lines, lineterm="", n=1))
 
 
 @dataclass

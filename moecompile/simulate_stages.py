@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from . import graph as graphs
 from . import meta
@@ -83,7 +83,7 @@ def _scales(program: Program, chunks: Sequence[Sequence[Any]], value: Value) -> 
     if not wanted:
         return {}
     graph = graphs.extract(program.graph, [node for node, _ in wanted])
-    module = GraphModule(program.graph_module, graph)
+    module = graphs.as_module(graph, program.graph_module)
     counting = replace(program, graph_module=module, outputs=[item for _, item in wanted], level=Level.MODEL)
     read = {item.name for node, item in counting.items() if node.users}
     totals = [torch.zeros((), dtype=torch.float64) for _ in wanted]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from . import graph as graphs
 from . import meta
@@ -213,7 +213,7 @@ class _Cutter:
         ]
         part = replace(
             self.program,
-            graph_module=GraphModule(self.program.graph_module, made),
+            graph_module=graphs.as_module(made, self.program.graph_module),
             inputs=inputs,
             outputs=outputs,
             history=[],

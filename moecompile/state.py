@@ -25,7 +25,7 @@ from .owned import OwnedTensor, Part, PartTensor, StagedTensor, StripedTensor, g
 from .placement.types import Shard as Striped
 from .runtime import control
 from .runtime.process_groups import ProcessGroups
-from .weights import Cut, Weights, padded
+from .weights import Cut, Weights, nothing_of, padded
 
 
 class State:
@@ -35,6 +35,7 @@ class State:
         self.weights, self.groups = weights, groups
         self._meshes: dict[tuple[str, str], DeviceMesh] = {}
         self.loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to be cut with the model, if that comes later
+        self.bare = False  # whether the plain module's own state_dict() gives out this rank's parts as they are
         self.unreduced = False  # whether gradients of calls under no_sync are still those of this rank alone
 
     def use(self, groups: ProcessGroups) -> None:
@@ -90,8 +91,17 @@ class State:
         """Replace the cut tensors of a plain ``state_dict`` by ones of global shape, in place."""
         for name in self.weights.shapes:
             value = found.get(prefix + name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, (DTensor, PartTensor)):
                 found[prefix + name] = self.spread(name, value)
+
+    def own_state(self) -> dict[str, Any]:
+        """The plain module's ``state_dict()`` with this rank's parts as they are."""
+        self.bare = True
+        try:
+            found: dict[str, Any] = self.weights.model.state_dict()
+            return found
+        finally:
+            self.bare = False
 
     def _placements(self, cut: Cut) -> list[Replicate | Shard]:
         return [*([Replicate()] if self._replicated(cut.axis) else []), Shard(cut.parts[0][1].dim)]
@@ -142,7 +152,7 @@ class State:
         if isinstance(value, StagedTensor) and name in self.weights.stages:
             if value.placed_as(*self._stage_place(name)):
                 held = value.to_local()
-                return torch.empty(0, dtype=value.dtype, device=value.device) if held is None else held
+                return nothing_of(shape, value) if held is None else held
             return self.take(name, whole(value))
         cut = self.weights.cut_of(name)
         local = self._as_held(value, cut)
@@ -151,12 +161,12 @@ class State:
     def take(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole plain tensor."""
         if not self.weights.holds(name):
-            return value.new_empty(0)
+            return nothing_of(value.shape, value)
         cut = self.weights.cut_of(name)
         if cut is None:
             return value
         if cut.owner is not None and not self.weights.is_local(cut):
-            return value.new_empty(0)
+            return nothing_of(value.shape, value)
         return cut.part(value, self.weights.mesh, self.groups.rank)
 
     def keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str, Tensor], Tensor]:
@@ -169,11 +179,7 @@ class State:
         """The local part of a value that already lies as the weight does; None where it lies otherwise."""
         owner = None if cut is None else cut.owner
         if isinstance(value, OwnedTensor) and cut is not None and owner is not None:
-            local = (
-                value.to_local()
-                if self.weights.is_local(cut)
-                else torch.empty(0, dtype=value.dtype, device=value.device)
-            )
+            local = value.to_local() if self.weights.is_local(cut) else nothing_of(value.shape, value)
             return local if value.placed_as(self._parts(cut), owner, self.groups.group_name(cut.axis)) else None
         if isinstance(value, StripedTensor) and cut is not None and not _is_plain(cut):
             return value.to_local() if value.placed_as(self._parts(cut)) else None
@@ -253,7 +259,7 @@ def save_pretrained(state: State, directory: Any, *args: Any, **kwargs: Any) -> 
     """Hugging Face's method of the same name, given the whole weights: rank 0 writes, all ranks wait; collective."""
     model, error = state.weights.model, None
     if kwargs.get("state_dict") is None:
-        kwargs["state_dict"] = full_state(state, model.state_dict())
+        kwargs["state_dict"] = full_state(state, state.own_state())
     if state.groups.rank == 0 and kwargs.get("is_main_process", True):
         try:
             model.save_pretrained(directory, *args, **kwargs)  # type: ignore[operator]

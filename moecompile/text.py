@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.overrides import TorchFunctionMode
 
@@ -91,7 +91,7 @@ class _Reader:
                 f"the function returns {len(results)} values for {len(outputs)} described outputs; keep both in step",
             )
         return Program(
-            GraphModule(torch.nn.Module(), graph),
+            graphs.as_module(graph),
             inputs,
             outputs,
             plan,

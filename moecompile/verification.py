@@ -20,6 +20,7 @@ from . import api
 from .capture import batch_inputs
 from .compat import tree_flatten, tree_unflatten
 from .errors import CaptureError, PlanError
+from .fields import with_fields
 from .mesh import Mesh
 from .plan import Plan
 from .runtime.launcher import launch
@@ -224,7 +225,7 @@ def loss_of(output: Any) -> Tensor:
     """The loss of a model's return value: its entry or field ``loss``, or its first scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None:
-        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_flatten(with_fields(output))[0] if isinstance(leaf, Tensor)]
         found = next((leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad), None)
     if not isinstance(found, Tensor):
         raise CaptureError(

@@ -107,7 +107,7 @@ class Weights:
             for name in found:
                 tensor = find(self.model, name)
                 if not self.holds(name) and tensor.numel():
-                    _empty(tensor)
+                    _empty(tensor, self.global_shape(name))
 
     def holds(self, name: str) -> bool:
         """Whether this rank's pipeline stages read a weight."""
@@ -222,7 +222,7 @@ class Weights:
         self._sizes[item.fqns] = item.local_shape(self.mesh)[1:]
         self._restack(item.fqns)
         for name in set(item.fqns) - set(self.local_names(item.fqns)):
-            _empty(find(self.model, name))
+            _empty(find(self.model, name), self.global_shape(name))
 
     def _note(self, name: str, cut: Cut) -> None:
         """Tied weights are cut once and known as cut under all their names."""
@@ -315,12 +315,17 @@ def is_share(tensor: Tensor) -> bool:
     return _SHARE in tensor.__dict__
 
 
-def _empty(tensor: Tensor) -> None:
+def nothing_of(shape: Sequence[int], like: Tensor) -> Tensor:
+    """What a rank has of a weight that others hold: no rows, but as many dims, which optimizers of matrices ask for."""
+    return torch.empty((0, *shape[1:]), dtype=like.dtype, device=like.device)
+
+
+def _empty(tensor: Tensor, shape: Sequence[int]) -> None:
     """Take a weight's data, and its gradient's, where other ranks hold them."""
     grad, tensor.grad = tensor.grad, None
-    tensor.data = tensor.data.new_empty(0)
+    tensor.data = nothing_of(shape, tensor.data)
     tensor.__dict__[_SHARE] = True
-    tensor.grad = None if grad is None else grad.new_empty(0)
+    tensor.grad = None if grad is None else nothing_of(shape, grad)
 
 
 def parameter(model: nn.Module, name: str) -> nn.Parameter:

@@ -188,8 +188,7 @@ def _layers(graph: Graph) -> Iterator[_Layer]:
     for permute in graphs.find(graph, ops.permute):
         tokens, ids = permute.args[:2]
         assert isinstance(tokens, Node) and isinstance(ids, Node)
-        routing = {ids, *graphs.ancestors(ids)} - {tokens, *graphs.ancestors(tokens)}
-        routing = {node for node in routing if node.op == "call_function"}
+        routing = {node for node in graphs.ancestors_beyond(ids, tokens) if node.op == "call_function"}
         rows = graphs.items(permute).get(2)
         out = {user for user in rows.users if user.target is ops.unpermute} if rows is not None else set()
         yield _Layer(meta.module_path(permute), routing, out)

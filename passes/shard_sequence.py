@@ -7,6 +7,7 @@ With attention=alltoall (Ulysses, arXiv 2309.14509):
          ... -> all_to_all(attention(all_to_all(q), all_to_all(k), all_to_all(v))) -> ...: the whole sequence for 1 / cp of the heads
 With attention=ring (arXiv 2310.01889), cp times:
          kv = rotate(kv); out, lse = merge_attention(out, lse, *attention_part(q, kv)): keys and values of one rank after the other
+With attention=ring,order=zigzag each rank has an early and a late piece, and all have as much to do of a causal mask.
 
 Ranks of one cp group pass the same tensors; each embeds its part of the sequence. What follows is decided by the rules of
 ``moecompile/placement``: attention reads all keys and values, positions, masks and labels are cut as the activations are, and ops along
@@ -28,6 +29,7 @@ from moecompile.errors import PassError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.call import Call, Decision, Walk
 from moecompile.placement.outputs import finish, is_placed, trained_values
+from moecompile.placement.rules_nn import is_along
 from moecompile.placement.rules_ring import emit_ring, ring, why_not
 from moecompile.placement.sharder import Sharder
 from moecompile.placement.table import sharder
@@ -44,9 +46,11 @@ class ShardSequence(Pass):
 
     ``attention``: gather keys and values, or turn the cut from the sequence to the heads and back, which sends less with many ranks and
     gives all of them equal shares of a causal mask, or let keys and values go round the ranks, each of which sees one part at a time.
+    ``order``: of a ring, whether a rank has consecutive tokens, or pieces r and 2 * cp - 1 - r of 2 * cp: equal shares of a causal mask.
     """
 
     attention: Literal["allgather", "alltoall", "ring"] = "allgather"
+    order: Literal["plain", "zigzag"] = "plain"
 
     name: ClassVar[str] = "shard-sequence"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.MOE_OPS, Fact.TOKENS_SHARDED})
@@ -57,6 +61,7 @@ class ShardSequence(Pass):
         ranks = ctx.mesh.size(AXIS)
         if ranks == 1 or is_placed(ctx.program, AXIS):
             return 0
+        zigzag = self._in_zigzag()
         walk = sharder(graph.graph, {AXIS: ranks}, ctx.mode, strict=ctx.plan.strict)
         walk.ledger.differentiated = trained_values(ctx.program)
         walk.shares_whole = True
@@ -67,14 +72,14 @@ class ShardSequence(Pass):
                 f"this model."
             )
         for node in lookups:
-            _check_length(node, ranks)
+            _check_length(node, ranks, zigzag)
             ids = node.args[1]
             assert isinstance(ids, Node)
-            walk.reads[node] = {ids: {AXIS: Shard(1)}}
+            walk.reads[node] = {ids: {AXIS: Shard(1, zigzag=zigzag)}}
         if self.attention == "alltoall":
             _turn_to_heads(graph, ctx, walk)
         elif self.attention == "ring":
-            _go_round(graph, ctx, walk)
+            _go_round(graph, ctx, walk, zigzag)
         for node, _ in ctx.program.items():
             walk.add_placeholder(node, {AXIS: REPLICATE})
         for node in graph.graph.nodes:
@@ -82,6 +87,17 @@ class ShardSequence(Pass):
                 walk.visit(node)
         finish(graph, ctx.program, walk, AXIS)
         return len(lookups)
+
+    def _in_zigzag(self) -> bool:
+        """A PassError where the order would balance nothing."""
+        if self.order == "zigzag" and self.attention != "ring":
+            balanced = "gives all ranks equal shares of a causal mask already"
+            reason = balanced if self.attention == "alltoall" else "computes all of a causal mask's scores in any order"
+            raise PassError(
+                f"shard-sequence: order=zigzag balances the hops of a ring, but attention={self.attention} {reason}; write "
+                f"attention=ring,order=zigzag, or leave order out."
+            )
+        return self.order == "zigzag"
 
 
 def _turn_to_heads(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
@@ -111,12 +127,12 @@ def _turn_to_heads(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
         walk.wants[node] = {AXIS: Shard(heads + 1)}
 
 
-def _go_round(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
+def _go_round(graph: GraphModule, ctx: PassContext, walk: Sharder, zigzag: bool) -> None:
     """Let keys and values of attention go round the ranks, where its operands allow it."""
     ranks, trained = ctx.mesh.size(AXIS), walk.differentiated
     rings = set()
     for node in graphs.find(graph, _ATTENTION):
-        reason = why_not(node, ranks, trained)
+        reason = why_not(node, ranks, trained, zigzag)
         if reason:
             ctx.decline(node.name, f"{meta.where(node)}: {reason}; its keys and values are gathered")
         else:
@@ -138,7 +154,7 @@ def _go_round(graph: GraphModule, ctx: PassContext, walk: Sharder) -> None:
 
 def _is_along(node: Node, placed: object) -> bool:
     """Whether queries, and so the result, are cut along the sequence."""
-    return placed == Shard(meta.tensor(node).dim() - 2)
+    return is_along(placed, meta.tensor(node).dim() - 2)
 
 
 def _is_of_tokens(node: Node) -> bool:
@@ -147,11 +163,11 @@ def _is_of_tokens(node: Node) -> bool:
     return isinstance(ids, Node) and meta.tensor(ids).dim() == 2 and meta.tensor(ids).shape[1] > 1
 
 
-def _check_length(node: Node, ranks: int) -> None:
-    length = int(meta.tensor(node).shape[1])
-    if length % ranks:
-        near = length // ranks * ranks
+def _check_length(node: Node, ranks: int, zigzag: bool) -> None:
+    length, pieces = int(meta.tensor(node).shape[1]), 2 * ranks if zigzag else ranks
+    if length % pieces:
+        near, order = length // pieces * pieces, f" with order=zigzag cuts into {pieces}" if zigzag else " cuts into"
         raise PassError(
-            f"shard-sequence: {meta.where(node)} embeds a sequence of {length}, which cp={ranks} cuts into equal parts; pad or cut it "
-            f"to a multiple of {ranks}, such as {near or ranks} or {near + ranks}."
+            f"shard-sequence: {meta.where(node)} embeds a sequence of {length}, which cp={ranks}{order} equal parts; pad or cut it "
+            f"to a multiple of {pieces}, such as {near or pieces} or {near + pieces}."
         )

@@ -62,9 +62,12 @@ class SplitStages(Pass):
     def _find_layers(self, graph: GraphModule) -> dict[Node, int]:
         """The place in the order of layers of every node inside of one."""
         items: dict[Node, tuple[str, int]] = {}
+        lists: set[str] = set()
         for node in graph.graph.nodes:
             for path in meta.module_paths(node):
                 match = _ITEM.match(path)
+                if match:
+                    lists.add(match["list"])
                 if match and (not self.layers or match["list"] == self.layers):
                     items[node] = (match["list"], int(match["index"]))
                     break
@@ -73,11 +76,12 @@ class SplitStages(Pass):
             named = (
                 f"the list '{self.layers}' has no item that the graph runs"
                 if self.layers
-                else "no list of modules runs in it"
+                else "no nn.ModuleList runs in it"
             )
+            advice = f"name one of {', '.join(sorted(lists))}" if lists else "keep the layers in an nn.ModuleList"
             raise PassError(
-                f"split-stages: the layers of the model cannot be found: {named}; keep them in an nn.ModuleList, or name the list with "
-                "Plan(passes='...,split-stages{layers=model.blocks},...')."
+                f"split-stages: the layers of the model cannot be found: {named}; {advice}, as in "
+                "Plan(passes='+split-stages{layers=model.layers}') for the list model.layers."
             )
         chosen = sizes.most_common(1)[0][0]
         places = sorted({index for name, index in items.values() if name == chosen})

@@ -167,7 +167,7 @@ def _stop(node: Node, env: dict[Node, Any], rank: int, mesh: Mesh) -> _Stop:
 
 
 # collectives of equal parts, whose second argument is the size of the group
-_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all, ops.rotate)
+_GROUPED = (ops.exchange_counts, ops.all_gather, ops.reduce_scatter, ops.all_to_all, ops.rotate, ops.zigzag_exchange)
 
 
 def _meet(waiting: dict[int, _Stop | Awaited]) -> dict[int, Tensor | None]:
@@ -324,12 +324,27 @@ def _rotate(stops: list[_Stop]) -> list[Tensor]:
     return [stops[(at - steps) % len(stops)].x.clone() for at in range(len(stops))]
 
 
+def _zigzag_exchange(stops: list[_Stop]) -> list[Tensor]:
+    """By way of the whole: rank r of n has pieces r and 2n - 1 - r of 2n in zigzag, and 2r and 2r + 1 out of it."""
+    _, _, dim, outer, to_zigzag, _ = stops[0].args
+    ranks = len(stops)
+    zigzag = [piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank)]
+    order = zigzag if to_zigzag else sorted(range(2 * ranks), key=zigzag.__getitem__)
+    shape = stops[0].x.shape
+    split = [*shape[:dim], outer, 2, shape[dim] // (2 * outer), *shape[dim + 1 :]]
+    held = [stop.x.reshape(split).unbind(dim + 1) for stop in stops]
+    pieces = [piece for pair in held for piece in pair]
+    wanted = [pieces[at] for at in order]
+    return [torch.stack(wanted[2 * at : 2 * at + 2], dim + 1).reshape(shape) for at in range(ranks)]
+
+
 _COLLECTIVES: dict[Any, Callable[[list[_Stop]], list[Tensor]]] = {
     ops.all_reduce: _all_reduce,
     ops.all_gather: _all_gather,
     ops.reduce_scatter: _reduce_scatter,
     ops.all_to_all: _all_to_all,
     ops.rotate: _rotate,
+    ops.zigzag_exchange: _zigzag_exchange,
     ops.exchange_counts: _exchange_counts,
     ops.dispatch: _exchange,
     ops.combine: _exchange,

@@ -33,6 +33,7 @@ from moecompile.capture.where import forward_line
 from moecompile.compat import (
     FakeTensorMode,
     TreeSpec,
+    code_when_asked,
     regions_kept,
     reparametrize_module,
     tree_flatten,
@@ -174,7 +175,15 @@ def _traced(
     faked = _weights_faked(call, mode, device, shapes)
     marked = Marked()
     explained = errors_explained(type(model).__name__)
-    with faked, split_experts(model), marked.forwards(model), torch_quiet(), regions_kept(), explained:
+    with (
+        faked,
+        split_experts(model),
+        marked.forwards(model),
+        torch_quiet(),
+        code_when_asked(),
+        regions_kept(),
+        explained,
+    ):
         try:
             program = torch.export.export(call, tensors, strict=False)
         except BaseException:

@@ -25,6 +25,7 @@ from moecompile.capture.surroundings import Surroundings
 from moecompile.capture.where import forward_line
 from moecompile.compat import tree_flatten, tree_unflatten
 from moecompile.errors import CaptureError
+from moecompile.fields import with_fields
 from moecompile.program import InputKind, OutputKind
 
 SWITCH = "MOECOMPILE_COMPARE"
@@ -144,7 +145,7 @@ def _of_model(plain: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None)
     args, kwargs = inputs
     output = plain(*args, **kwargs)
     loss = find_loss(output) if loss_fn is None else loss_fn(output, *args, **kwargs)
-    outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_flatten(with_fields(output))[0] if isinstance(leaf, Tensor)]
     after = _buffers(plain)
     return _values(plain, outputs, loss), after
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moecompile.capture.where import current_line
+from moecompile.compat import SingleLevelFunction
 from moecompile.errors import CaptureError
 
 
@@ -145,21 +146,33 @@ def _in_shape_of(arg: Tensor, grad: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def functions_traced() -> Iterator[None]:
-    """Within, custom functions are traced by `applied`; torch's own keep their backward by themselves."""
+    """Within, custom functions are traced by `applied`; torch's own keep their backward by themselves.
+
+    A model may have taken ``Function.apply`` from the class long before (``swish = Swish.apply``): that method stays what it is, and
+    ends in the `apply` of a base class, which has none of its own otherwise.
+    """
     plain = _Function.__dict__["apply"]
+    base: Any = SingleLevelFunction
 
     def apply(cls: type[_Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.") and cls.__module__ != "torch.utils.checkpoint":
+            return plain.__get__(None, cls)(*args, **kwargs)
+        return ended(cls, *args, **kwargs)
+
+    def ended(cls: type[_Function], *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
             return _checkpointed(*args)
         if cls.__module__.startswith("torch."):
-            return plain.__get__(None, cls)(*args, **kwargs)
+            return super(base, cls).apply(*args, **kwargs)
         return applied(cls, args, kwargs)
 
     _Function.apply = classmethod(apply)  # type: ignore[assignment]
+    base.apply = classmethod(ended)
     try:
         yield
     finally:
         _Function.apply = plain  # type: ignore[method-assign]
+        del base.apply
 
 
 def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 
 from moecompile.capture.where import raising_line
-from moecompile.compat import GuardOnDataDependentSymNode, UnsupportedOperatorException
+from moecompile.compat import DynamicOutputShapeException, GuardOnDataDependentSymNode, UnsupportedOperatorException
 from moecompile.errors import CaptureError
 
 # These log their own account of an error that is raised as well.
@@ -42,6 +42,11 @@ def errors_explained(model: str) -> Iterator[None]:
         raise CaptureError(
             f"{raising_line(error) or model}: a branch, a size or a number depends on tensor values, which are not known "
             f"when the model is captured; use torch.where or masks, or decide it outside the model."
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise CaptureError(
+            f"{raising_line(error) or model}: {error.func} gives results whose sizes depend on tensor values, which are not known when the "
+            f"model is captured; use masks, or let the model return its operands and compute it from them outside."
         ) from error
     except UnsupportedOperatorException as error:
         raise CaptureError(

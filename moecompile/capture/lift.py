@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from moecompile import graph as ir
 from moecompile import meta
@@ -85,7 +85,7 @@ class Lifter:
         assert results.out_spec is not None
         inputs = list(self.inputs.values())
         return Captured(
-            graph_module=GraphModule({}, self.graph, name),
+            graph_module=ir.as_module(self.graph, name=name),
             inputs=inputs,
             outputs=outputs,
             in_spec=in_spec,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.asserts import outcome_of_assert
 from moecompile.capture.counts import Counts, HostNumbers, rows_between
+from moecompile.capture.stock import columns_of_rows, covariance, gaussian_nll_loss
 from moecompile.capture.where import current_line
 from moecompile.compat import pretend_at_least
 from moecompile.errors import CaptureError
@@ -151,6 +152,9 @@ class LoopCapture(TorchFunctionMode):
             "argsort": self._choice,
             "sort": self._choice,
             "max": self._choice,
+            "gaussian_nll_loss": gaussian_nll_loss,
+            "cov": covariance,
+            "corrcoef": covariance,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -277,10 +281,10 @@ class LoopCapture(TorchFunctionMode):
     # "Which rows?": a symbol, taken to be neither 0 nor 1 --------------------------------------------------------
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
         routing = self._routing.get(args[0])
         if routing is None:
-            return out
+            return columns_of_rows(func, args, kwargs)
+        out = func(*args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
         for item in out if isinstance(out, tuple) else (out,):
             pretend_at_least(item.shape, 2)

@@ -13,6 +13,7 @@ from moecompile.capture.buffers import Buffers
 from moecompile.capture.hf_cache import is_cache, register_cache
 from moecompile.compat import TreeSpec, tree_flatten
 from moecompile.errors import CaptureError
+from moecompile.fields import with_fields
 from moecompile.program import Output, OutputKind
 
 
@@ -37,10 +38,10 @@ class Results:
 
         The rest is noted here.
         """
-        leaves, self.out_spec = tree_flatten(output)
+        leaves, self.out_spec = tree_flatten(with_fields(output))
         if any(is_cache(leaf) for leaf in leaves):
             register_cache()
-            leaves, self.out_spec = tree_flatten(output)
+            leaves, self.out_spec = tree_flatten(with_fields(output))
         _check_leaves(leaves, model)
         self.template = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         self.outputs = [Output(OutputKind.LOSS, name="loss")] if has_loss_fn else []
@@ -90,8 +91,8 @@ def _check_leaves(leaves: list[Any], model: str) -> None:
             raise CaptureError(f"{model}.forward returns a number read out of a tensor; return the tensor itself.")
         if hides_tensors(leaf):
             raise CaptureError(
-                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists or "
-                f"dicts (where it is a cache: pass use_cache=False)."
+                f"{model}.forward returns a {type(leaf).__name__} that holds tensors; return tensors in tuples, lists, "
+                f"dicts or dataclasses (where it is a cache: pass use_cache=False)."
             )
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise CaptureError(f"{model}.forward returns no tensor; return the loss or the output.")

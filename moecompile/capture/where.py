@@ -23,6 +23,11 @@ def is_user_file(path: str) -> bool:
     return not path.startswith((_TORCH, _PACKAGE)) and "contextlib" not in os.path.basename(path)
 
 
+def is_torchs(path: str) -> bool:
+    """Whether ``path`` is a file of torch in which functions of tensors are written, not what passes a call on."""
+    return path.startswith(_TORCH) and not _is_passed_on(path)
+
+
 def current_line() -> str:
     """``file:line`` of the innermost running user frame, '' when there is none."""
     frame = sys._getframe(1)

@@ -33,6 +33,7 @@ from moecompile.ops.ring import (
 from moecompile.ops.routing import gather_rows, permute, permute_local, unpermute, unpermute_backward
 from moecompile.ops.sharding import local_place, local_slice, own_index
 from moecompile.ops.uneven import all_gather_rows, gathered_sizes_to_host, reduce_scatter_rows
+from moecompile.ops.zigzag import zigzag_exchange, zigzag_place, zigzag_slice
 
 # Position of the mesh axis (when bound: the process-group name) among the arguments of each collective.
 AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
@@ -45,6 +46,7 @@ AXIS_ARGUMENT: Mapping[OpOverload[..., Any], int] = MappingProxyType(
         all_to_all: 4,
         reduce_scatter: 2,
         rotate: 3,
+        zigzag_exchange: 5,
         all_gather_rows: 3,
         reduce_scatter_rows: 3,
     }
@@ -59,6 +61,7 @@ TRANSPOSE: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyTyp
         all_to_all: all_to_all,
         reduce_scatter: all_gather,
         rotate: rotate,
+        zigzag_exchange: zigzag_exchange,
         all_gather_rows: reduce_scatter_rows,
         reduce_scatter_rows: all_gather_rows,
     }
@@ -110,4 +113,7 @@ __all__ = [
     "uniform_rows",
     "unpermute",
     "unpermute_backward",
+    "zigzag_exchange",
+    "zigzag_place",
+    "zigzag_slice",
 ]

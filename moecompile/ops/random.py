@@ -4,6 +4,7 @@ A counter-based generator: element i of the stream with seed s is a bijective mi
 Lea and Flood 2014), so any part of a tensor can be drawn alone and every layout sees the same numbers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def _fold_seed_fake(seed: Tensor, stream: int) -> Tensor:
     return torch.empty_like(seed)
 
 
-def _check_lists(where: str, *lists: list[Any]) -> None:
+def _check_lists(where: str, *lists: Sequence[Any]) -> None:
     require(
         len({len(item) for item in lists}) == 1,
         f"moe::{where}: its lists have {', '.join(str(len(item)) for item in lists)} entries, but each cut has one in every list; pass "
@@ -50,7 +51,8 @@ def _check_lists(where: str, *lists: list[Any]) -> None:
     )
 
 
-Cut = tuple[int, int, int, int]  # this rank's index, the dim, and how it is cut: as [outer, ranks, inner]
+# this rank's index, the dim, and how it is cut: as [outer, ranks, inner], or in zigzag (`moecompile.ops.zigzag`)
+Cut = tuple[int, int, int, int, bool]
 
 
 def global_index(shape: list[int], cuts: list[Cut], device: torch.device) -> Tensor:
@@ -58,52 +60,58 @@ def global_index(shape: list[int], cuts: list[Cut], device: torch.device) -> Ten
     place = torch.zeros((), dtype=torch.int64, device=device)
     for at, size in enumerate(shape):
         coordinate, whole = torch.arange(size, device=device), size
-        for index, dim, outer, ranks in reversed(cuts):
+        for index, dim, outer, ranks, zigzag in reversed(cuts):
             if dim == at:
-                coordinate = _before_cut(coordinate, index, whole // outer, ranks)
+                coordinate = _before_cut(coordinate, index, whole // outer, ranks, zigzag)
                 whole *= ranks
         place = (place * whole).unsqueeze(-1) + coordinate
     return place.reshape(shape)
 
 
-def _before_cut(place: Tensor, index: int | Tensor, inner: int, ranks: int) -> Tensor:
+def _before_cut(place: Tensor, index: int | Tensor, inner: int, ranks: int, zigzag: bool) -> Tensor:
     """Where a rank's elements stand in what was cut, of which it has blocks of ``inner``."""
     inner = max(inner, 1)
+    if zigzag:
+        piece = max(inner // 2, 1)
+        chunk = torch.where(place // piece % 2 == 0, index, 2 * ranks - 1 - index)
+        return place // inner * (inner * ranks) + chunk * piece + place % piece
     return place // inner * (inner * ranks) + index * inner + place % inner
 
 
 def _uniform(
-    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int]
-) -> Tensor:
+    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int], zigzag: Sequence[bool] = (),
+) -> Tensor:  # fmt: skip
     _check_seed("uniform", seed)
-    _check_lists("uniform", index, dim, outer, ranks)
-    cuts = list(zip([int(item) for item in index], dim, outer, ranks, strict=True))
+    _check_lists("uniform", index, dim, outer, ranks, zigzag or ranks)
+    order = zigzag or [False] * len(ranks)
+    cuts = list(zip([int(item) for item in index], dim, outer, ranks, order, strict=True))
     place = global_index(list(like.shape), cuts, like.device)
     bits = (_mix(seed.to(like.device) + (place + 1) * _GOLDEN) >> (64 - _BITS)) & ((1 << _BITS) - 1)
     return bits.to(torch.float32) * (1.0 / (1 << _BITS))
 
 
 def _uniform_fake(
-    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int]
-) -> Tensor:
+    like: Tensor, seed: Tensor, index: list[Tensor], dim: list[int], outer: list[int], ranks: list[int], zigzag: Sequence[bool] = (),
+) -> Tensor:  # fmt: skip
     _check_seed("uniform", seed)
-    _check_lists("uniform", index, dim, outer, ranks)
+    _check_lists("uniform", index, dim, outer, ranks, zigzag or ranks)
     return like.new_empty(like.shape, dtype=torch.float32)
 
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     numbers: list[int] | None = None if ctx.cuts else []  # autograd takes an empty list for one of tensors
-    return None, None, [None] * ctx.cuts, numbers, numbers, numbers
+    found = (None, None, [None] * ctx.cuts, numbers, numbers, numbers)
+    return (*found, None) if ctx.orders else found  # of an argument left at its default autograd takes none
 
 
 def _count_cuts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.cuts = len(inputs[2])
+    ctx.cuts, ctx.orders = len(inputs[2]), len(inputs[6])
 
 
 fold_seed = define("fold_seed(Tensor seed, int stream) -> Tensor", _fold_seed, _fold_seed_fake)
 
 uniform = define(
-    "uniform(Tensor like, Tensor seed, Tensor[] index, int[] dim, int[] outer, int[] ranks) -> Tensor",
+    "uniform(Tensor like, Tensor seed, Tensor[] index, int[] dim, int[] outer, int[] ranks, bool[] zigzag=[]) -> Tensor",
     _uniform,
     _uniform_fake,
     setup=_count_cuts,
@@ -114,29 +122,39 @@ uniform = define(
 
 
 def _global_rows(
-    row_map: Tensor, index: list[Tensor], choices: list[int], outer: list[int], ranks: list[int]
+    row_map: Tensor,
+    index: list[Tensor],
+    choices: list[int],
+    outer: list[int],
+    ranks: list[int],
+    zigzag: Sequence[bool] = (),
 ) -> Tensor:
     """Places in the whole batch of the choices that a rank's row map names; each cut leaves ``choices`` of what those before left."""
-    _check_lists("global_rows", index, choices, outer, ranks)
-    place = row_map
-    for at, of, stripes, parts in reversed(list(zip(index, choices, outer, ranks, strict=True))):
-        place = _before_cut(place, at.to(row_map.device), of // stripes, parts)
+    _check_lists("global_rows", index, choices, outer, ranks, zigzag or ranks)
+    place, order = row_map, zigzag or [False] * len(ranks)
+    for at, of, stripes, parts, mirrored in reversed(list(zip(index, choices, outer, ranks, order, strict=True))):
+        place = _before_cut(place, at.to(row_map.device), of // stripes, parts, mirrored)
     return torch.where(row_map < 0, row_map, place)
 
 
 def _global_rows_fake(
-    row_map: Tensor, index: list[Tensor], choices: list[int], outer: list[int], ranks: list[int]
+    row_map: Tensor,
+    index: list[Tensor],
+    choices: list[int],
+    outer: list[int],
+    ranks: list[int],
+    zigzag: Sequence[bool] = (),
 ) -> Tensor:
     require(
         row_map.dtype == torch.int64 and row_map.dim() == 1,
         f"moe::global_rows: row_map is {row_map.dtype}{list(row_map.shape)}, but int64 [R] is needed; pass permute's.",
     )
-    _check_lists("global_rows", index, choices, outer, ranks)
+    _check_lists("global_rows", index, choices, outer, ranks, zigzag or ranks)
     return torch.empty_like(row_map)
 
 
 global_rows = define(
-    "global_rows(Tensor row_map, Tensor[] index, int[] choices, int[] outer, int[] ranks) -> Tensor",
+    "global_rows(Tensor row_map, Tensor[] index, int[] choices, int[] outer, int[] ranks, bool[] zigzag=[]) -> Tensor",
     _global_rows,
     _global_rows_fake,
 )

@@ -8,7 +8,7 @@ gradients of keys and values go round the ring the other way, each hop adding it
 Sq, Sk positions of one rank; D width of a key, V of a value.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from moecompile.ops import transport
 from moecompile.ops.collectives import group_of
 from moecompile.ops.fused import through
 from moecompile.ops.registry import accumulation_dtype, define, require
+from moecompile.ops.zigzag import pieces_of
 
 # ---- rotate ------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,34 @@ rotate = define(
 # ---- attention_part ----------------------------------------------------------------------------------------
 
 
-def _check(q: Tensor, kv: Tensor, mask: Tensor | None, ranks: int) -> None:
+class Block(NamedTuple):
+    """Rows of queries that look at the first ``keys`` keys of a hop; ``causal`` row i only at those up to ``keys - rows + i``."""
+
+    first: int
+    rows: int
+    keys: int
+    causal: bool
+
+
+def blocks_of(own: int, source: int, queries: int, keys: int, is_causal: bool, zigzag: bool) -> list[Block]:
+    """What a rank computes of a hop with the keys of rank ``source``: rows in order, without keys that all come later than they.
+
+    In zigzag both ranks hold an early and a late half. An early one sees no late one, a late one all early ones; of two early ones,
+    or two late ones, the rank decides. So every hop is half a square, on whatever rank.
+    """
+    if not is_causal:
+        return [Block(0, queries, keys, False)]
+    if not zigzag:
+        return [Block(0, queries, keys if source <= own else 0, source == own)]
+    half = queries // 2
+    if source == own:
+        return [Block(0, half, half, True), Block(half, half, keys, True)]
+    if source < own:
+        return [Block(0, queries, half, False)]
+    return [Block(0, half, 0, False), Block(half, half, keys, False)]
+
+
+def _check(q: Tensor, kv: Tensor, mask: Tensor | None, ranks: int, zigzag: bool) -> None:
     require(
         q.dim() == kv.dim() >= 3 and kv.shape[-1] > q.shape[-1] and q.shape[-3] % kv.shape[-3] == 0,
         f"moe::attention_part: q has shape {list(q.shape)} and kv {list(kv.shape)}, but [..., heads, Sq, D] and [..., heads, Sk, D + V] "
@@ -65,6 +93,11 @@ def _check(q: Tensor, kv: Tensor, mask: Tensor | None, ranks: int) -> None:
         mask is None or mask.shape[-1] in (1, ranks * kv.shape[-2]),
         f"moe::attention_part: mask has shape {list(mask.shape) if mask is not None else []}, but the columns of all {ranks} ranks are "
         "needed; do not cut it along the keys.",
+    )
+    require(
+        not zigzag or q.shape[-2] % 2 == kv.shape[-2] % 2 == 0,
+        f"moe::attention_part: there are {q.shape[-2]} queries and {kv.shape[-2]} keys, but in zigzag a rank has two pieces of as many; "
+        "pad the sequence to a multiple of twice the ranks.",
     )
 
 
@@ -76,17 +109,34 @@ def _heads(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), wide[..., : q.shape[-1]], wide[..., q.shape[-1] :]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, source: int, own: int, is_causal: bool, scale: float) -> Tensor:
-    """[..., Sq, Sk]: what this rank's queries say to the keys of rank ``source``; minus infinity where they may not look."""
+def _columns(mask: Tensor, source: int, keys: int, ranks: int, zigzag: bool) -> Tensor:
+    """The columns of a mask that belong to the keys of rank ``source``."""
+    if mask.shape[-1] == 1:
+        return mask
+    if not zigzag:
+        return mask.narrow(-1, source * keys, keys)
+    half = keys // 2
+    return torch.cat([mask.narrow(-1, piece * half, half) for piece in pieces_of(source, ranks)], -1)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """[..., rows, keys]: what queries say to keys; minus infinity where they may not look."""
     found = q @ k.transpose(-1, -2) * scale
-    if is_causal and source == own:
-        found = found.masked_fill(
-            torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).triu(1), -torch.inf
-        )
+    if causal:
+        rows, keys = found.shape[-2:]
+        later = torch.ones(rows, keys, dtype=torch.bool, device=found.device).triu(1 + keys - rows)
+        found = found.masked_fill(later, -torch.inf)
     if mask is not None:
-        part = mask if mask.shape[-1] == 1 else mask.narrow(-1, source * k.shape[-2], k.shape[-2])
-        found = found.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else found + part
+        found = found.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else found + mask
     return found
+
+
+def _of_block(block: Block, mask: Tensor | None) -> Tensor | None:
+    """The rows and columns of a hop's mask that a block sees; a dim of size 1 stands for all."""
+    if mask is None:
+        return None
+    rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask.narrow(-2, block.first, block.rows)
+    return rows if rows.shape[-1] == 1 else rows.narrow(-1, 0, block.keys)
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -95,30 +145,37 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _part(
-    q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, hop: int, ranks: int, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, hop: int, ranks: int, is_causal: bool, scale: float, zigzag: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of this rank's queries to the keys and values of the rank ``hop`` places before it, and the log of each sum.
 
-    ``index`` is this rank's place in the ring of ``ranks``; ``mask`` has its rows and the columns of all. Queries that may not look at
-    any of these keys get zeros, with minus infinity for the logarithm; nothing is computed for keys that all come later than causal
-    queries.
+    ``index`` is this rank's place in the ring of ``ranks``; ``mask`` has its rows and the columns of all, in the order of the whole
+    sequence. ``zigzag`` says that ranks hold the sequence in that order. Queries that may not look at any of these keys get zeros, with
+    minus infinity for the logarithm; nothing is computed for keys that all come later than causal queries.
     """
-    _check(q, kv, mask, ranks)
+    _check(q, kv, mask, ranks, zigzag)
     own = int(index)
     source = (own - hop) % ranks
-    out_shape, dtype = [*q.shape[:-1], kv.shape[-1] - q.shape[-1]], accumulation_dtype(q)
-    if is_causal and source > own:
-        return q.new_zeros(out_shape, dtype=dtype), q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
     query, k, v = _heads(q, kv)
-    scores = _scores(query, k, mask, source, own, is_causal, scale)
-    lse = scores.logsumexp(-1)
-    return ((scores - _finite(lse).unsqueeze(-1)).exp() @ v).contiguous(), lse.contiguous()
+    mask = None if mask is None else _columns(mask, source, kv.shape[-2], ranks, zigzag)
+    outs, sums = [], []
+    for block in blocks_of(own, source, q.shape[-2], kv.shape[-2], is_causal, zigzag):
+        rows = query.narrow(-2, block.first, block.rows)
+        if not block.keys:
+            outs.append(rows.new_zeros([*rows.shape[:-1], v.shape[-1]]))
+            sums.append(rows.new_full(rows.shape[:-1], -torch.inf))
+            continue
+        seen = _of_block(block, mask)
+        scores = _scores(rows, k.narrow(-2, 0, block.keys), seen, block.causal, scale)
+        sums.append(scores.logsumexp(-1))
+        outs.append((scores - _finite(sums[-1]).unsqueeze(-1)).exp() @ v.narrow(-2, 0, block.keys))
+    return torch.cat(outs, -2).contiguous(), torch.cat(sums, -1).contiguous()
 
 
 def _part_fake(
-    q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, hop: int, ranks: int, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    _check(q, kv, mask, ranks)
+    q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, hop: int, ranks: int, is_causal: bool, scale: float, zigzag: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, kv, mask, ranks, zigzag)
     dtype = accumulation_dtype(q)
     return (
         q.new_empty([*q.shape[:-1], kv.shape[-1] - q.shape[-1]], dtype=dtype),
@@ -128,26 +185,36 @@ def _part_fake(
 
 def _part_grads(
     grad: Tensor, grad_lse: Tensor, q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, out: Tensor, lse: Tensor,
-    hop: int, ranks: int, is_causal: bool, scale: float,
+    hop: int, ranks: int, is_causal: bool, scale: float, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """With p = exp(scores - lse): grad_scores = p * (grad v^T - sum(grad * out) + grad_lse), and from there to q, keys and values."""
     own = int(index)
     source = (own - hop) % ranks
-    if is_causal and source > own:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), kv.new_zeros(kv.shape)
     query, k, v = _heads(q, kv)
-    scores = _scores(query, k, mask, source, own, is_causal, scale)
-    p = (scores - _finite(lse).unsqueeze(-1)).exp()
-    slope = p * (grad @ v.transpose(-1, -2) + (grad_lse - (grad * out).sum(-1)).unsqueeze(-1)) * scale
-    grad_kv = torch.cat([slope.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad], -1)
+    mask = None if mask is None else _columns(mask, source, kv.shape[-2], ranks, zigzag)
+    behind = (grad_lse - (grad * out).sum(-1)).unsqueeze(-1)
+    grad_q, grad_k, grad_v = torch.zeros_like(query), torch.zeros_like(k), torch.zeros_like(v)
+    for block in blocks_of(own, source, q.shape[-2], kv.shape[-2], is_causal, zigzag):
+        if not block.keys:
+            continue
+        rows, part_grad, part_lse, part_behind = (
+            item.narrow(-2, block.first, block.rows) for item in (query, grad, _finite(lse).unsqueeze(-1), behind)
+        )
+        keys, values = k.narrow(-2, 0, block.keys), v.narrow(-2, 0, block.keys)
+        p = (_scores(rows, keys, _of_block(block, mask), block.causal, scale) - part_lse).exp()
+        slope = p * (part_grad @ values.transpose(-1, -2) + part_behind) * scale
+        grad_q.narrow(-2, block.first, block.rows).copy_(slope @ keys)
+        grad_k.narrow(-2, 0, block.keys).add_(slope.transpose(-1, -2) @ rows)
+        grad_v.narrow(-2, 0, block.keys).add_(p.transpose(-1, -2) @ part_grad)
+    grad_kv = torch.cat([grad_k, grad_v], -1)
     if grad_kv.shape != kv.shape:  # several heads of queries read one of keys
         grad_kv = grad_kv.reshape(*kv.shape[:-2], -1, *kv.shape[-2:]).sum(-3)
-    return (slope @ k).to(q.dtype).contiguous(), grad_kv.to(kv.dtype).contiguous()
+    return grad_q.to(q.dtype).contiguous(), grad_kv.to(kv.dtype).contiguous()
 
 
 def _part_grads_fake(
     grad: Tensor, grad_lse: Tensor, q: Tensor, kv: Tensor, mask: Tensor | None, index: Tensor, out: Tensor, lse: Tensor,
-    hop: int, ranks: int, is_causal: bool, scale: float,
+    hop: int, ranks: int, is_causal: bool, scale: float, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
 
@@ -158,7 +225,7 @@ def _part_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _part_backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*attention_part_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest), *[None] * 6)
+    return (*attention_part_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.rest), *[None] * 7)
 
 
 def _grads_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -173,20 +240,20 @@ def _part_second(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse = _part(q, kv, mask, index, *ctx.rest)
         return _part_grads(grad, grad_lse, q, kv, mask, index, out, lse, *ctx.rest)
 
-    return (*through(formula, (grad, grad_lse, q, kv), grads), *[None] * 8)
+    return (*through(formula, (grad, grad_lse, q, kv), grads), *[None] * 9)
 
 
 attention_part_backward = define(
     "attention_part_backward(Tensor grad, Tensor grad_lse, Tensor q, Tensor kv, Tensor? mask, Tensor index, Tensor out, Tensor lse, "
-    "int hop, int ranks, bool is_causal, float scale) -> (Tensor grad_q, Tensor grad_kv)",
+    "int hop, int ranks, bool is_causal, float scale, bool zigzag=False) -> (Tensor grad_q, Tensor grad_kv)",
     _part_grads,
     _part_grads_fake,
     setup=_grads_setup,
     backward=_part_second,
 )
 attention_part = define(
-    "attention_part(Tensor q, Tensor kv, Tensor? mask, Tensor index, int hop, int ranks, bool is_causal, float scale) -> "
-    "(Tensor out, Tensor lse)",
+    "attention_part(Tensor q, Tensor kv, Tensor? mask, Tensor index, int hop, int ranks, bool is_causal, float scale, "
+    "bool zigzag=False) -> (Tensor out, Tensor lse)",
     _part,
     _part_fake,
     setup=_part_setup,

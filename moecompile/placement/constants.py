@@ -22,16 +22,17 @@ def constant_value(node: Node) -> torch.Tensor | None:
 
 def counts_up_along(node: Node, size: int) -> int | None:
     """The dim along which an integer index is ``0, 1, ... size - 1`` while it is the same along all others; else None."""
-    if meta.tensor(node).dtype.is_floating_point or size not in meta.tensor(node).shape:
+    shape = meta.tensor(node).shape  # of chosen rows the number is not known, and no constant has such a shape
+    if meta.tensor(node).dtype.is_floating_point or not any(isinstance(one, int) and one == size for one in shape):
         return None
     found = constant_value(node)
     if found is None:
         return None
     for dim in range(found.dim()):
-        shape = [1] * found.dim()
+        along = [1] * found.dim()
         if found.shape[dim] == size:
-            shape[dim] = size
-            if bool((found == torch.arange(size).reshape(shape)).all()):
+            along[dim] = size
+            if bool((found == torch.arange(size).reshape(along)).all()):
                 return dim
     return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
@@ -27,6 +29,8 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
 
     A PassError where a cut value would have to be cut along another dim, or has rows in an order of its own.
     """
+    if _in_zigzag(have) or _in_zigzag(want):
+        return _reordered(walk, made, like, axis, have, want)
     if isinstance(have, Partial) and isinstance(want, Shard) and (scattered := _scatter(walk, made, like, axis, want)):
         new = scattered
     elif isinstance(have, Partial) and isinstance(want, Shard):
@@ -54,9 +58,34 @@ def convert(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want
     return new
 
 
+def _in_zigzag(placed: Placement) -> bool:
+    return isinstance(placed, Shard) and placed.zigzag
+
+
+def _reordered(walk: Walk, made: Node, like: Node, axis: str, have: Placement, want: Placement) -> Node:
+    """To or from zigzag: a whole value is cut in that order, parts go to the ranks that have them in the other."""
+    cut = have if _in_zigzag(have) else want
+    assert isinstance(cut, Shard)
+    plain, arguments = replace(cut, zigzag=False), (cut.dim, cut.outer, walk.axes[axis])
+    if isinstance(have, Replicate):
+        new = sliced(walk, like, axis, cut) if made is walk.env.get(like) else None
+        new = new or walk.call(ops.zigzag_slice, made, walk.offset(axis), *arguments, like=like)
+    elif want not in (plain, cut):  # by the order of the elements
+        return walk.convert(walk.convert(made, like, axis, have, plain), like, axis, plain, want)
+    elif have not in (plain, cut):
+        return walk.convert(walk.convert(made, like, axis, have, plain), like, axis, plain, cut)
+    else:
+        ranks, (dim, outer, _) = walk.axes[axis], arguments
+        new = walk.call(ops.zigzag_exchange, made, ranks, dim, outer, want == cut, axis, like=like)
+    placed = {**meta.placements(made), axis: want}
+    meta.set_placements(new, {key: item for key, item in placed.items() if not isinstance(item, Replicate)})
+    _note_sums(made, new)
+    return new
+
+
 def _can_turn(like: Node, have: Shard, want: Shard, ranks: int) -> bool:
     """Whether a value can go from one cut dim to another by exchanging equal parts."""
-    plain = not have.rows and not want.rows and have.outer == want.outer == 1
+    plain = not (have.rows or want.rows or have.zigzag) and have.outer == want.outer == 1
     return plain and have.dim != want.dim and meta.tensor(like).shape[want.dim] % ranks == 0
 
 

@@ -95,7 +95,7 @@ def _wanted(found: Node, item: Output, have: Placement, rows: set[int], walk: Sh
             )
         if isinstance(have, Shard) and _is_striped(have, item):
             return REPLICATE
-    return have
+    return replace(have, zigzag=False) if isinstance(have, Shard) else have
 
 
 def _is_striped(have: Shard, item: Output) -> bool:

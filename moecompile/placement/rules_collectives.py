@@ -45,6 +45,15 @@ def all_to_all(call: Call) -> Decision:
     return Decision(placed)
 
 
+def zigzag_exchange(call: Call) -> Decision:
+    """Another order along a dim, on the other axis; of a dim that this axis cuts, too, all of it is needed."""
+    source = call.args[0]
+    placed = call.placed(source)
+    if isinstance(placed, Shard) and placed.dim == call.get("dim"):
+        return Decision(REPLICATE, {source: REPLICATE})
+    return Decision(placed)
+
+
 def local_slice(call: Call) -> Decision:
     """A part along one dim, of a value that is cut along another."""
     placed, dim = call.placed(call.args[0]), call.get("dim")
@@ -59,5 +68,7 @@ RULES: dict[Any, Rule] = {
     ops.all_gather: all_gather,
     ops.reduce_scatter: reduce_scatter,
     ops.all_to_all: all_to_all,
+    ops.zigzag_exchange: zigzag_exchange,
     ops.local_slice: local_slice,
+    ops.zigzag_slice: local_slice,
 }

@@ -146,7 +146,7 @@ def _index_batch(call: Call, placed: Shard, width: int, start: int) -> Decision:
     indices = call.args[1]
     rows = indices[placed.dim]
     along = counts_up_along(rows, call.shape(call.args[0])[placed.dim])
-    if along is None or isinstance(call.placed(rows), Shard) or placed.outer != 1 or placed.rows:
+    if along is None or isinstance(call.placed(rows), Shard) or placed.outer != 1 or placed.rows or placed.zigzag:
         raise NoRuleError("it indexes along the batch, which is spread over ranks; index along another dim.")
     cut = placed.moved(along + width - len(call.shape(rows)))
     needs = Needs()

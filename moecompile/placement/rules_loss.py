@@ -49,6 +49,7 @@ def _over_classes(call: Call, cut: Shard, same: bool) -> Decision:
         or weight is not None
         or cut.outer > 1
         or cut.rows
+        or cut.zigzag
     ):
         raise NoRuleError("its class dim is cut, which only a cross entropy of indices without class weights may have.")
     needs = Needs() if call.placed(target) == REPLICATE else Needs({target: REPLICATE})

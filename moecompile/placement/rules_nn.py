@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .. import meta
+from .. import meta, ops
 from ..graph import arguments
 from .call import Call, Decision, Emitter, Needs, NoRuleError, Rule, Walk, align, follow
 from .types import REPLICATE, Partial, Placement, Shard
@@ -65,7 +66,7 @@ def attention(call: Call) -> Decision:
     """
     ndim = len(call.out_shape)
     operands = call.tensors()
-    if call.placed(call.args[0]) == Shard(ndim - 2):
+    if is_along(call.placed(call.args[0]), ndim - 2):
         return _own_queries(call, ndim)
     if _has_few_keys(call, ndim):
         return _own_heads(call, ndim)
@@ -100,18 +101,24 @@ def _own_heads(call: Call, ndim: int) -> Decision:
 
 def _own_queries(call: Call, ndim: int) -> Decision:
     queries, keys, values = call.args[:3]
-    mask = call.get("attn_mask")
+    mask, cut = call.get("attn_mask"), call.placed(queries)
+    assert isinstance(cut, Shard)
     needs = Needs({keys: REPLICATE, values: REPLICATE})
     if isinstance(mask, Node):
         needs.update(call.reduced([mask]))
         placed, rows = call.placed(mask), len(call.shape(mask)) - 2
         if call.shape(mask)[rows] != 1:
-            needs[mask] = Shard(rows)
+            needs[mask] = replace(cut, dim=rows)
         elif isinstance(placed, Shard):
             needs[mask] = REPLICATE
     if queries in needs:
         raise NoRuleError("its queries are its keys, and are needed both cut and whole; clone them.")
-    return Decision(Shard(ndim - 2), needs)
+    return Decision(cut, needs)
+
+
+def is_along(placed: object, dim: int) -> bool:
+    """Whether all of a dim is cut once, in the order of its elements or in zigzag."""
+    return placed in (Shard(dim), Shard(dim, zigzag=True))
 
 
 def _emit_attention(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
@@ -123,14 +130,18 @@ def _emit_attention(walk: Walk, node: Node, decisions: dict[str, Decision]) -> N
         few = arguments(node)["enable_gqa"] and not isinstance(walk.given(keys, axis, decisions), Shard)
         if few and found.out == Shard(dim - 1):
             return _emit_own_heads(walk, node, decisions, axis)
-    along = next((axis for axis, found in decisions.items() if found.out == Shard(dim)), None)
+    along = next((axis for axis, found in decisions.items() if is_along(found.out, dim)), None)
     given = arguments(node)
     if along is None or not given["is_causal"]:
         return None
     query, key, value = (walk.operand(given[name], decisions) for name in ("query", "key", "value"))
     length, device = meta.tensor(query).shape[dim], meta.tensor(query).device
-    own = walk.call(aten.arange.default, length, like=node, device=device)
-    rows = walk.call(aten.add.Tensor, own, walk.offset(along, length), like=node)
+    if decisions[along].out == Shard(dim):
+        own = walk.call(aten.arange.default, length, like=node, device=device)
+        rows = walk.call(aten.add.Tensor, own, walk.offset(along, length), like=node)
+    else:
+        everything = walk.call(aten.arange.default, length * walk.axes[along], like=node, device=device)
+        rows = walk.call(ops.zigzag_slice, everything, walk.offset(along), 0, 1, walk.axes[along], like=node)
     columns = walk.call(aten.arange.default, meta.tensor(key).shape[dim], like=node, device=device)
     mask = walk.call(aten.ge.Tensor, walk.call(aten.unsqueeze.default, rows, 1, like=node), columns, like=node)
     options = {name: given[name] for name in ("scale", "enable_gqa")}

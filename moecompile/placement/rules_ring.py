@@ -11,13 +11,15 @@ from torch.fx import Node
 from .. import meta, ops
 from ..graph import arguments, unpack
 from .call import Call, Decision, Needs, NoRuleError, Rule, Walk, align, follow
+from .rules_nn import is_along
 from .types import REPLICATE, Placement, Shard
 
 aten = torch.ops.aten
 
 
-def why_not(node: Node, ranks: int, trained: set[Node]) -> str:
+def why_not(node: Node, ranks: int, trained: set[Node], zigzag: bool) -> str:
     """What keeps a call of attention from going round a ring of ``ranks``, '' where nothing does."""
+    pieces = Shard(0, zigzag=zigzag).pieces(ranks)
     given = arguments(node)
     query, key, value = (meta.tensor(given[name]).shape for name in ("query", "key", "value"))
     if given["attn_mask"] in trained:
@@ -28,8 +30,8 @@ def why_not(node: Node, ranks: int, trained: set[Node]) -> str:
         return (
             f"its {query[-3]} heads of queries are no multiple of its {key[-3]} heads of keys and {value[-3]} of values"
         )
-    if key[-2] % ranks:
-        return f"its {key[-2]} keys are not divided by {ranks} ranks"
+    if key[-2] % pieces:
+        return f"its {key[-2]} keys are not divided by {ranks} ranks" + (", in two pieces each" if zigzag else "")
     if given["is_causal"] and key[-2] != query[-2]:
         return f"it is causal over {query[-2]} queries and {key[-2]} keys"
     return ""
@@ -40,8 +42,8 @@ def ring(call: Call) -> Decision:
     ndim = len(call.out_shape)
     queries, keys, values = call.args[:3]
     mask = call.get("attn_mask")
-    own = Shard(ndim - 2)
-    if call.placed(queries) != own:
+    own = call.placed(queries)
+    if not isinstance(own, Shard) or not is_along(own, ndim - 2):
         raise NoRuleError("its queries are not cut along the sequence.")
     needs = Needs()
     for item in (keys, values):
@@ -52,7 +54,7 @@ def ring(call: Call) -> Decision:
         needs.update(call.reduced([mask]))
         placed, rows = call.placed(mask), len(call.shape(mask)) - 2
         if rows >= 0 and call.shape(mask)[rows] != 1:
-            needs[mask] = Shard(rows)
+            needs[mask] = own.moved(rows)
         elif isinstance(placed, Shard):
             needs[mask] = REPLICATE
     return Decision(own, needs)
@@ -60,6 +62,8 @@ def ring(call: Call) -> Decision:
 
 def emit_ring(walk: Walk, node: Node, axis: str, decisions: dict[str, Decision]) -> Node:
     """A hop for every rank of the axis: the first looks at this rank's own keys and values, which then go round."""
+    placed = decisions[axis].out
+    order = [True] if isinstance(placed, Shard) and placed.zigzag else []
     given, ranks = arguments(node), walk.axes[axis]
     query, key, value = (walk.operand(given[name], decisions) for name in ("query", "key", "value"))
     mask = walk.operand(given["attn_mask"], decisions) if isinstance(given["attn_mask"], Node) else None
@@ -69,7 +73,7 @@ def emit_ring(walk: Walk, node: Node, axis: str, decisions: dict[str, Decision])
     for hop in range(ranks):
         if hop:
             kv = walk.call(ops.rotate, kv, ranks, 1, axis, like=node)
-        options = (index, hop, ranks, bool(given["is_causal"]), scale)
+        options = (index, hop, ranks, bool(given["is_causal"]), scale, *order)
         part = _both(walk.call(ops.attention_part, query, kv, mask, *options, like=node))
         out = _both(walk.call(ops.merge_attention, *out, *part, like=node)) if out else part
     made, wanted = out[0], meta.tensor(node).dtype

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .. import meta, ops
 from ..graph import arguments
-from .call import Call, Decision, Emitter, Rule, Walk
+from .call import Call, Decision, Emitter, NoRuleError, Rule, Walk
 from .rules_reduce import along, reduced_dims
 from .types import Shard
 
@@ -26,6 +26,10 @@ def cumsum(call: Call) -> Decision:
         or placed.dim not in reduced_dims(len(call.shape(source)), call.get("dim"))
     ):
         return along(call)
+    if placed.zigzag:
+        raise NoRuleError(
+            "it adds up along the sequence, of which order=zigzag gives a rank two pieces; take the sums of what every rank holds whole."
+        )
     return Decision(placed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,13 +38,13 @@ def window(call: Call) -> Decision:
     blocks = _blocks(placed, call.shape(source)[dim], start, call.out_shape[dim]) if step == 1 else None
     if blocks is None:
         raise NoRuleError("it takes a part of the batch, which is spread over ranks; select along another dim.")
-    return Decision(Shard(dim, blocks, placed.rows, placed.origin))
+    return Decision(replace(placed, outer=blocks))
 
 
 def _every(placed: Shard, call: Call, start: int, step: int, dim: int) -> bool:
     """Whether a window takes one element of each ``step`` of a whole cut dim, and no rank's part ends within such a group."""
     size = call.shape(call.args[0])[dim]
-    grouped = size % (placed.outer * call.ranks * step) == 0 and not placed.rows
+    grouped = size % (placed.outer * placed.pieces(call.ranks) * step) == 0 and not placed.rows
     return grouped and start < step and call.out_shape[dim] == size // step
 
 
@@ -103,7 +104,7 @@ def split(call: Call) -> Decision:
         blocks = _blocks(placed, call.shape(source)[dim], start, part.shape[dim])
         if blocks is None:
             raise NoRuleError("it takes parts of the batch, which is spread over ranks; split along another dim.")
-        outs.append(Shard(dim, blocks, placed.rows, placed.origin))
+        outs.append(replace(placed, outer=blocks))
         start += part.shape[dim]
     return Decision(outs)
 

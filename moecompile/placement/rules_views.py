@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def cat(call: Call) -> Decision:
         raise NoRuleError(
             "parts of different length are concatenated along the cut dim; give them equal lengths or another dim."
         )
-    return Decision(Shard(dim, cut.outer * len(parts), cut.rows, cut.origin), needs)
+    return Decision(replace(cut, outer=cut.outer * len(parts)), needs)
 
 
 def stack(call: Call) -> Decision:
@@ -123,7 +124,7 @@ def repeat(call: Call) -> Decision:
     times = repeats[at] if at >= 0 else 1
     if placed.rows and times != 1:
         raise NoRuleError("rows of an expert region are repeated; repeat the tokens before they are routed.")
-    return Decision(Shard(dim, placed.outer * times, placed.rows, placed.origin))
+    return Decision(replace(placed, dim=dim, outer=placed.outer * times))
 
 
 def take_diagonal(call: Call) -> Decision:

@@ -88,5 +88,6 @@ def _cuts(value: torch.Tensor, want: Shard, ranks: int) -> Iterator[Shard]:
     """Ways to cut an operand that may lead to ``want``."""
     for dim, size in enumerate(value.shape):
         for outer in dict.fromkeys((want.outer, 1)):
-            if isinstance(size, int) and size and size % (outer * ranks) == 0:
-                yield Shard(dim, outer)
+            cut = Shard(dim, outer, zigzag=want.zigzag)
+            if isinstance(size, int) and size and size % (outer * cut.pieces(ranks)) == 0:
+                yield cut

@@ -25,12 +25,20 @@ class Shard:
 
     ``outer > 1`` is what a reshape or a concatenation over layers makes of a plain cut. ``rows`` marks rows of an expert
     region: this rank's own rows in an order of their own, comparable only with rows of the same ``origin`` (a permute).
+
+    ``zigzag``: seen as ``[outer, 2 * ranks, inner]``, rank r holds ``[:, r]`` and ``[:, 2 * ranks - 1 - r]``, one behind the other:
+    of what is causal along the dim all ranks then have as much to do.
     """
 
     dim: int
     outer: int = 1
     rows: bool = False
     origin: str = ""
+    zigzag: bool = False
+
+    def pieces(self, ranks: int) -> int:
+        """Into how many pieces a block of the dim is cut, each of them whole on one rank."""
+        return 2 * ranks if self.zigzag else ranks
 
     def moved(self, dim: int) -> Shard:
         """The same cut, of another dim."""
@@ -39,7 +47,8 @@ class Shard:
     def __str__(self) -> str:
         if self.rows:
             return "V"
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},outer={self.outer})"
+        outer = f",outer={self.outer}" if self.outer > 1 else ""
+        return f"S({self.dim}{outer}{',zigzag' if self.zigzag else ''})"
 
 
 @dataclass(frozen=True)
@@ -70,5 +79,6 @@ def parse(source: str) -> Placement:
         return PARTIAL
     if source == "V":
         return Shard(0, rows=True)
-    inner = source[2:-1].split(",outer=")
-    return Shard(int(inner[0]), int(inner[1]) if len(inner) > 1 else 1)
+    dim, *options = source[2:-1].split(",")
+    outer = next((int(item.removeprefix("outer=")) for item in options if item != "zigzag"), 1)
+    return Shard(int(dim), outer, zigzag="zigzag" in options)

@@ -77,9 +77,13 @@ def joined(choices: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
                 first = known[0]
                 made = Choice(node, node, None, first.num_options, len(parts), first.num_tokens)
                 found.append((made, known))
+    by_layer: dict[str | None, list[Choice]] = {}  # decisions of several layers are several decisions
     for choice in single.values():
-        before = ancestors(choice.node)
-        chain = (*(other for other in single.values() if other.ids in before), choice)
+        by_layer.setdefault(meta.layer(choice.node), []).append(choice)
+    for choice in single.values():
+        others = by_layer[meta.layer(choice.node)]
+        before = ancestors(choice.node) if len(others) > 1 else set()
+        chain = (*(other for other in others if other.ids in before), choice)
         if len(chain) > 1 and _alike(chain):
             ids = tuple(part.ids for part in chain)
             made = Choice(choice.node, choice.ids, None, choice.num_options, len(chain), choice.num_tokens, ids)

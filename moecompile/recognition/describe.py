@@ -166,10 +166,11 @@ def _shared(permute: Node, unpermute: Node, inputs: Mapping[Node, Input]) -> lis
     else:
         return []
     others = [item for item in here.all_input_nodes if item is not came]
-    cone = {node for item in others for node in [item, *ir.ancestors(item, stop=[tokens])]}
-    if tokens not in cone:
-        return []
-    linears = [node for node in cone if rowwise.is_linear(node) and tokens in ir.ancestors(node)]
+    linears: list[Node] = []
+    for item in others:
+        path = ir.between([tokens], item)
+        end = [item] if path or tokens in item.all_input_nodes else []
+        linears += [node for node in (*path, *end) if rowwise.is_linear(node)]
     weights = {_weight_behind(arg) for node in linears for arg in node.all_input_nodes}
     return [
         name for node, item in inputs.items() if item.kind is InputKind.PARAM and node in weights for name in item.fqns

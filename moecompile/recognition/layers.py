@@ -91,7 +91,7 @@ class _Finder:
         if known:
             self.layers += known
             return
-        if _only_counted(self.graph, choice, self.inputs, self.static):
+        if _only_counted(choice, self.inputs, self.static):
             return
         why = why_no_layer(choice, self.static)
         if why:
@@ -177,24 +177,23 @@ def _is_canonical(choice: Choice) -> bool:
     return False
 
 
-def _only_counted(graph: Graph, choice: Choice, inputs: Mapping[Node, Input], static: frozenset[Node]) -> bool:
+def _only_counted(choice: Choice, inputs: Mapping[Node, Input], static: frozenset[Node]) -> bool:
     """Whether the decision ends in sums over tokens without meeting a weight before: a balance statistic of a router.
 
     Its readers may use what the decision itself was made from, and what no parameter enters (a padding mask); an expert would
     bring a parameter in.
     """
-    before = ir.ancestors(choice.node)
     weights = {node for node, item in inputs.items() if item.kind is InputKind.PARAM}
     reached = {choice.node}
-    for node in graph.nodes:
+    for node in ir.behind(choice.node):
         if not reached.intersection(node.all_input_nodes):
             continue
         for other in set(node.all_input_nodes) - reached:
-            below = ir.ancestors(other) | {other}
-            if other in static or other not in before:
-                below = below if other in static else below - before
-                if below & weights:
+            if other in static:
+                if ({other} | ir.ancestors(other)) & weights:
                     return False
+            elif ir.ancestors_beyond(other, choice.node) & weights:
+                return False
         if not _is_statistic(node, choice.num_tokens):
             reached.add(node)
     return True

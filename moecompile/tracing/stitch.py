@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .. import graph as graphs
 from .. import meta
-from ..compat import FakeTensorMode, tree_map, without_new_symbols
+from ..compat import FakeTensorMode, empty_fake, tree_map, without_new_symbols
 from .segments import Segment
 from .template import Template, needs_grad, trace
 
@@ -162,8 +162,7 @@ class _Instance:
             shape, stride = [self._size(size) for size in leaf.shape], [self._size(size) for size in leaf.stride()]
             key = (str(shape), str(stride), leaf.dtype, leaf.device)
             if key not in self._made:
-                with self.mode:
-                    made = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
+                made = empty_fake(self.mode, shape, stride, leaf.dtype, leaf.device)
                 if not leaf.is_floating_point():
                     return made  # it may come to remember a size that was read from it
                 self._made[key] = made

@@ -19,6 +19,7 @@ from ..compat import (
     FakeTensorMode,
     OpOverload,
     TracingContext,
+    code_when_asked,
     functionalized,
     get_proxy_mode,
     make_fx,
@@ -102,6 +103,7 @@ def trace(segment: Segment, inputs: Sequence[bool], seeds: Sequence[bool], mode:
     def record(function: Callable[..., Any]) -> Graph:
         early.clear()
         with (
+            code_when_asked(),
             mode,
             tracing(TracingContext(mode)),
             preserve_node_meta(),

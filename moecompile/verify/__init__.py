@@ -25,8 +25,11 @@ def _proves(program: Program) -> bool:
     return os.environ.get("MOECOMPILE_PROVE") != "0" and program.plan.balance_scope == "global"
 
 
-def verify_program(program: Program) -> None:
-    """Raise a VerifyError with the surrounding lines at the first broken invariant."""
+def verify_program(program: Program) -> Program:
+    """Raise a VerifyError with the surrounding lines at the first broken invariant.
+
+    Returns the program with its joined ops written out, which `verify_values` may be given.
+    """
     try:
         program.graph.lint()
     except RuntimeError as error:
@@ -42,10 +45,12 @@ def verify_program(program: Program) -> None:
         remember(whole)
         if is_due(whole):
             check_spread(program)
+        program.graph_module.meta.update(whole.graph_module.meta)  # what was just written down
+    return program
 
 
-def verify_values(program: Program) -> None:
-    """Raise a VerifyError for a value that is not what its op gives."""
+def verify_values(program: Program, written_out: Program | None = None) -> None:
+    """Raise a VerifyError for a value that is not what its op gives, or that lives elsewhere than it has to."""
     values.verify_values(program)
     if _proves(program):
-        check_spread(program)
+        check_spread(written_out or program)

@@ -30,6 +30,7 @@ _GROUPED = (
     ops.reduce_scatter,
     ops.all_to_all,
     ops.rotate,
+    ops.zigzag_exchange,
 )  # ops whose second argument is the group size
 
 
@@ -140,6 +141,8 @@ def _signature(node: Node, *, opposite: bool = False) -> tuple[Any, ...]:
     if node.target is ops.all_to_all:
         split, concat = node.args[2:4]
         return target, axis_of(node), *((concat, split) if opposite else (split, concat))
+    if node.target is ops.zigzag_exchange:
+        return target, axis_of(node), node.args[4] is opposite
     if node.target is ops.rotate:
         return target, axis_of(node), -node.args[2] if opposite else node.args[2]  # type: ignore[operator]
     return target, axis_of(node)

@@ -11,7 +11,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from .. import graph as graphs
 from .. import meta, ops
@@ -56,7 +56,7 @@ def expanded(program: Program) -> Program:
         else:
             env[node] = made.node_copy(node, env.__getitem__)
             env[node].meta = meta.copy_meta(node)
-    module = GraphModule(program.graph_module, made)
+    module = graphs.as_module(made, program.graph_module)
     module.meta = dict(program.graph_module.meta)
     return dataclasses.replace(program, graph_module=module)
 

@@ -34,6 +34,8 @@ def _described(program: Program, node: Node, names: dict[str, str]) -> str:
     shape = ", ".join(_size(size, names) for size in found.shape)
     kind = f" {node.args[1]}" if node.target is ops.all_reduce else ""
     by = f" by {node.args[1]}, {node.args[2]}" if node.target in (ops.dispatch, ops.combine) else ""
+    if node.target is ops.zigzag_exchange:
+        by = " into zigzag" if node.args[4] else " out of zigzag"
     name = str(node.target).removesuffix(".default")
     stage = meta.stage(node)
     at = "" if stage is None else f" on stage {stage}"

@@ -36,6 +36,7 @@ _UNARY = _CONSTANTS | _words(
     roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
     resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
     _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_to_all rotate all_gather_rows
+    zigzag_slice zigzag_place zigzag_exchange
     """
 )
 _ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")

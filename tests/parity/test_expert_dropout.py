@@ -68,6 +68,7 @@ PLANS = [
     Plan(dp=1, cp=2, ep=2),
     Plan(dp=2, tp=2, ep=4, sequence_parallel=True),
     Plan(dp=1, cp=2, tp=2, ep=2, sequence_parallel=True),
+    Plan(dp=1, cp=2, ep=2, passes="+shard-sequence{attention=ring,order=zigzag}"),
 ]
 
 

@@ -113,6 +113,29 @@ def test_effect_of_a_ring() -> None:
     golden.assert_needs(ShardSequence, effect)
 
 
+def zigzagged(plan: Plan = CP) -> golden.Rewrite:
+    return golden.rewrite(BEFORE, "shard-sequence{attention=ring,order=zigzag}", plan, _Attentive(Heads()))
+
+
+def test_golden_zigzag(golden: golden.Golden) -> None:
+    golden("zigzag", zigzagged())
+
+
+def test_effect_of_a_zigzag() -> None:
+    """Tokens are cut in that order, every value of them says so, and the hops know."""
+
+    def effect() -> None:
+        program = zigzagged().program
+        assert not graphs.find(program.graph, ops.local_slice)
+        (part,) = graphs.find(program.graph, ops.zigzag_slice)
+        assert part.args[2:] == (1, 1, 2)
+        (lookup,) = graphs.find(program.graph, aten.embedding.default)
+        assert meta.placements(lookup)["cp"] == Shard(1, zigzag=True)
+        assert [node.args[8] for node in graphs.find(program.graph, ops.attention_part)] == [True, True]
+
+    golden.assert_needs(ShardSequence, effect)
+
+
 def assert_cut(program: Program) -> None:
     """Half the queries see all keys and values, gathered once; everything before and behind is half as long."""
     length = golden.Attentive.LENGTH
@@ -168,6 +191,33 @@ def test_a_length_that_cp_does_not_divide_is_refused() -> None:
         PassError, match=r"embeds a sequence of 5, which cp=2 cuts.*pad or cut it to a multiple of 2, such as 4 or 6"
     ):
         rewrite(Long())
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        ("allgather", "attention=allgather computes all of a causal mask's scores in any order"),
+        ("alltoall", "attention=alltoall gives all ranks equal shares of a causal mask already"),
+    ],
+)
+def test_a_zigzag_without_a_ring_is_refused(attention: str, reason: str) -> None:
+    options = f"shard-sequence{{attention={attention},order=zigzag}}"
+    with pytest.raises(PassError, match=f"{reason}; write attention=ring,order=zigzag, or leave order out"):
+        golden.rewrite(BEFORE, options, CP, golden.Attentive())
+
+
+class Six(golden.Attentive):
+    """A sequence of six."""
+
+    LENGTH = 6
+
+
+def test_a_length_that_a_zigzag_does_not_divide_is_refused() -> None:
+    with pytest.raises(
+        PassError,
+        match=r"embeds a sequence of 6, which cp=2 with order=zigzag cuts into 4 equal parts; pad.* of 4, such as 4 or 8",
+    ):
+        golden.rewrite(BEFORE, "shard-sequence{attention=ring,order=zigzag}", CP, Six())
 
 
 # ---- ops along the sequence ---------------------------------------------------------------------------------------------
@@ -238,6 +288,16 @@ class Logits(golden.Attentive):
     def forward(self, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         seen = self.out(self.embed(ids))
         return {"loss": seen.square().sum(), "logits": seen}
+
+
+def test_results_are_in_the_order_of_the_sequence() -> None:
+    """A rank's part of them is what it would be without the zigzag."""
+    pipeline = "shard-sequence{attention=ring,order=zigzag}"
+    program = golden.rewrite(BEFORE, pipeline, CP, Logits()).program
+    (item,) = (item for item in program.outputs if item.kind is OutputKind.USER)
+    assert dict(item.placements)["cp"] == Shard(1)
+    (turn,) = graphs.find(program.graph, ops.zigzag_exchange)
+    assert turn.args[1:] == (2, 1, 1, False, "cp") and turn in program.output_nodes()
 
 
 def test_other_results_stay_this_ranks_part() -> None:

@@ -155,8 +155,18 @@ class Backwards(nn.Module):
 
 
 def test_layers_that_cannot_be_found_say_how_to_name_them() -> None:
-    with pytest.raises(PassError, match=r"split-stages\{layers=model.blocks\}"):
+    with pytest.raises(
+        PassError, match=r"keep the layers in an nn.ModuleList, as in .*split-stages\{layers=model.layers\}"
+    ):
         mc.trace(Bare(), PLAN, (torch.randn(4, 4),))
+    named = replace(PLAN, passes="+split-stages{layers=blocks}")
+    with pytest.raises(PassError, match="the list 'blocks' has no item that the graph runs; name one of layers, as in"):
+        mc.trace(Backwards(), named, (torch.randn(4, 4),))
+
+
+def test_a_batch_without_rows_is_refused_before_anything_is_captured() -> None:
+    with pytest.raises(PlanError, match="each rank's batch has 0 rows, but microbatches=2 needs a positive multiple"):
+        mc.trace(Bare(), PLAN, (torch.empty(0, 4),))
 
 
 def test_layers_out_of_order() -> None:

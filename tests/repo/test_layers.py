@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moecompile"
 
 ROW = {
-    **dict.fromkeys(["errors", "compat"], 0),
+    **dict.fromkeys(["errors", "compat", "fields"], 0),
     **dict.fromkeys(["plan_fields", "layout", "timeline", "timeline_figure", "published", "plan", "mesh", "cost"], 1),
     **dict.fromkeys(["ops", "meta"], 2),
     **dict.fromkeys(["graph", "printer", "placement", "tracing", "program", "stages"], 3),

@@ -23,6 +23,8 @@ from moecompile.verify.collectives import reductions
 aten = torch.ops.aten
 _LINEARS = (ops.grouped_linear, cpu.grouped_linear)
 _PARTS = (ops.local_slice, ops.local_place)
+_ZIGZAGS = (ops.zigzag_slice, ops.zigzag_place)
+_OTHER_ORDER = dict(zip((*_PARTS, *_ZIGZAGS), (*_ZIGZAGS, *_PARTS), strict=True))
 # which argument of a hop of a ring is this rank's place; the number of the hop is the next but for what the backward saves
 _HOPS = {ops.attention_part: (3, 4), ops.attention_part_backward: (5, 8)}
 
@@ -75,7 +77,7 @@ def mutants(program: Program) -> Iterator[Mutant]:
         elif node.target in (aten.div.Tensor, aten.div.Scalar) and _is_share(program, node):
             yield Mutant("scale", node.name, "not divided", _following(node, lambda graph, at: at.args[0]))
             yield Mutant("scale", node.name, "divided twice", _argument(node, 1, node.args[1] * 2))
-        elif node.target in _PARTS:
+        elif node.target in _PARTS or node.target in _ZIGZAGS:
             yield from _of_part(program, node)
         elif node.target in _HOPS:
             yield from _of_hop(program, node)
@@ -102,6 +104,13 @@ def _argument(node: Node, index: int, value: Any) -> Callable[[Program], None]:
         at = _find(program, node)
         given = _find(program, value) if isinstance(value, Node) else value
         at.args = (*at.args[:index], given, *at.args[index + 1 :])
+
+    return change
+
+
+def _retargeted(node: Node, target: Any) -> Callable[[Program], None]:
+    def change(program: Program) -> None:
+        _find(program, node).target = target
 
     return change
 
@@ -160,6 +169,9 @@ def _of_collective(program: Program, node: Node) -> Iterator[Mutant]:
         yield Mutant("drop", node.name, "", _following(node, _without))
         if size > 2:
             yield Mutant("ring", node.name, "the other way", _argument(node, 2, -node.args[2]))  # type: ignore[operator]
+    if node.target is ops.zigzag_exchange:
+        yield Mutant("drop", node.name, "", _following(node, _without))
+        yield Mutant("order", node.name, "the other way", _argument(node, 4, not node.args[4]))
     if node.target in (ops.dispatch, ops.combine):
         send, recv = node.args[1], node.args[2]
         yield Mutant("sizes", node.name, "send for recv", _argument(node, 2, send))
@@ -171,6 +183,10 @@ def _of_hop(program: Program, node: Node) -> Iterator[Mutant]:
     index, hop = _HOPS[node.target]  # type: ignore[index]
     ranks: Any = node.args[hop + 1]
     yield Mutant("ring", node.name, "the next hop", _argument(node, hop, (node.args[hop] + 1) % ranks))  # type: ignore[operator]
+    if node.args[hop + 4 :] == (True,):
+        yield Mutant("order", node.name, "plain", _argument(node, hop + 4, False))
+    elif meta.tensor(node.args[index - 2]).shape[-2] % 2 == 0:
+        yield Mutant("order", node.name, "zigzag", _argument(node, hop + 4, True))
     for other, item in program.items():
         if item.kind is InputKind.OFFSET and other is not node.args[index] and item.stride == 1:
             yield Mutant("offset", node.name, f"index of {item.axis}", _argument(node, index, other))
@@ -215,8 +231,11 @@ def _is_share(program: Program, node: Node) -> bool:
 
 def _of_part(program: Program, node: Node) -> Iterator[Mutant]:
     source, index, dim, outer, ranks = node.args
-    shape = meta.tensor(source if node.target is ops.local_slice else node).shape  # type: ignore[arg-type]
-    if shape[dim] % (outer * 2 * ranks) == 0:  # type: ignore[index, operator]
+    slices, zigzag = node.target in (ops.local_slice, ops.zigzag_slice), node.target in _ZIGZAGS
+    shape = meta.tensor(source if slices else node).shape  # type: ignore[arg-type]
+    if zigzag or shape[dim] % (outer * 2 * ranks) == 0:  # type: ignore[index, operator]
+        yield Mutant("order", node.name, "plain" if zigzag else "zigzag", _retargeted(node, _OTHER_ORDER[node.target]))  # type: ignore[index]
+    if shape[dim] % (outer * (2 + 2 * zigzag) * ranks) == 0:  # type: ignore[index, operator]
         yield Mutant("part", node.name, "twice the stripes", _argument(node, 3, outer * 2))  # type: ignore[operator]
     for other, item in program.items():
         if (
@@ -227,7 +246,7 @@ def _of_part(program: Program, node: Node) -> Iterator[Mutant]:
         ):
             yield Mutant("offset", node.name, f"index of {item.axis}", _argument(node, 1, other))
     for other_dim, size in enumerate(shape):
-        if other_dim != dim and node.target is ops.local_slice and len(shape) > 1 and size == shape[dim]:  # type: ignore[index]
+        if other_dim != dim and slices and len(shape) > 1 and size == shape[dim]:  # type: ignore[index]
             yield Mutant("part", node.name, f"dim {other_dim}", _argument(node, 2, other_dim))
 
 

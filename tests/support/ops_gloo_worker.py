@@ -85,6 +85,13 @@ def check_collectives(rank: int, world: int, axis: str) -> None:
     for steps in (1, -1, world):
         assert_same(ops.rotate(x.T, world, steps, axis).detach(), all_x[(rank - steps) % world].T)
 
+    # pieces r and 2n - 1 - r of 2n on rank r, and 2r and 2r + 1
+    pieces = rand(3, 2, 2 * world, 2, seed=60).flatten(1, 2)
+    sliced = ops.zigzag_slice(pieces.flatten(1), torch.tensor(rank), 1, 2, world)
+    in_order = pieces.flatten(1).reshape(3, 2, world, -1)[:, :, rank].flatten(1)
+    assert_same(ops.zigzag_exchange(sliced, world, 1, 2, False, axis), in_order)
+    assert_same(ops.zigzag_exchange(in_order, world, 1, 2, True, axis), sliced)
+
     # Adjoints: sum over ranks of <y_r, op(x)_r> equals sum over ranks of <op^T(y)_r, x_r>, with op^T from autograd.
     operators: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
         (lambda t: ops.all_reduce(t, "sum", axis), x),
@@ -92,6 +99,8 @@ def check_collectives(rank: int, world: int, axis: str) -> None:
         (lambda t: ops.reduce_scatter(t, world, axis), wide),
         (lambda t: ops.all_to_all(t, world, 1, 0, axis), rows),
         (lambda t: ops.rotate(t, world, 1, axis), rows),
+        (lambda t: ops.zigzag_exchange(t, world, 0, 1, True, axis), rows),
+        (lambda t: ops.zigzag_exchange(t.T, world, 1, 1, False, axis), rows),
     ]
     for op, value in operators:
         out = op(value)

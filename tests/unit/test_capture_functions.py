@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from moecompile import ops
 from moecompile.capture import capture_model
+from moecompile.compat import SingleLevelFunction
 from moecompile.compilation import Request, compile_call
 from moecompile.errors import CaptureError
 from moecompile.plan import Plan
@@ -51,6 +52,19 @@ def test_the_gradient_is_not_the_one_of_the_forward() -> None:
     assert eager is not None and plainly is not None and (eager - plainly).norm() > 0.1 * eager.norm()
 
 
+def test_a_method_taken_before_is_torchs_again_afterwards() -> None:
+    capture_model(made(functions.TakenBefore), (rows(0),), {})
+    x = rows(0).requires_grad_()
+    (grad,) = torch.autograd.grad(functions.squared_relu(x).sum(), x)
+    assert torch.equal(grad, 3 * x.relu()) and "apply" not in vars(SingleLevelFunction)
+
+
+@pytest.mark.parametrize("function", [functions._Normed.apply, functions._Clipped.apply])
+def test_a_method_taken_before_is_refused_all_the_same(function: Any) -> None:
+    with pytest.raises(CaptureError, match=r"to the incoming gradient.*not linear"):
+        capture_model(Taken(function), (torch.ones(3, 8),), {})
+
+
 def test_without_gradients_only_the_value_is_captured() -> None:
     model = made(functions.SeveralOutputs)
     with torch.no_grad():
@@ -66,6 +80,17 @@ class Applied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function.apply(self.linear(x), *self.rest)
+
+
+class Taken(nn.Module):
+    """Holds the method that was taken from a function's class."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
 
 
 @pytest.mark.parametrize(

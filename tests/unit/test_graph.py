@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -209,3 +210,22 @@ def test_equal_calls_on_run_time_sizes_have_their_own() -> None:
     assert [str(item.shape[0]) for item in found] == [str(meta.tensor(row).shape[0]) for row in rows]
     assert found[0].shape[0] is not found[1].shape[0] and str(found[0].shape[0]) != str(found[1].shape[0])
     assert len(vars(mode)["moecompile_known"]) == 5  # two comparisons with other constants, and each of the rest once
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ancestors_beyond_is_the_difference_of_what_two_nodes_depend_on(seed: int) -> None:
+    draw, made = random.Random(seed), Graph()
+    nodes = [made.placeholder(f"x{at}") for at in range(3)]
+    for _ in range(30):
+        nodes.append(made.call_function(torch.add, tuple(draw.sample(nodes[-8:], 2))))
+    made.output(tuple(nodes))
+    for _ in range(30):
+        end, start = draw.choice(nodes), draw.choice(nodes)
+        wanted = {end, *graphs.ancestors(end)} - {start, *graphs.ancestors(start)}
+        assert graphs.ancestors_beyond(end, start) == wanted
+
+
+def test_nodes_behind_a_node(graph: Graph) -> None:
+    names = by_name(graph)
+    assert [node.name for node in graphs.behind(names["values"])] == ["indices", "relu", "output"]
+    assert not list(graphs.behind(names["output"]))

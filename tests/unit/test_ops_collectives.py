@@ -70,6 +70,7 @@ def test_opcheck_on_one_rank(lone_rank: str) -> None:
     opcheck(ops.all_to_all, (rows, 1, 0, 1, lone_rank))
     opcheck(ops.reduce_scatter, (rows, 1, lone_rank))
     opcheck(ops.rotate, (rows, 1, 1, lone_rank))
+    opcheck(ops.zigzag_exchange, (rand(4, 3, grad=True), 1, 0, 2, True, lone_rank))
     opcheck(ops.sizes_to_host, (counts, counts[None]))
     opcheck(ops.all_gather_rows, (rows, sizes, 5, lone_rank))
     opcheck(ops.reduce_scatter_rows, (rows, sizes, 5, lone_rank))

@@ -23,7 +23,7 @@ from moecompile.passes.insert_dispatch import InsertDispatch
 from moecompile.passes.shard_experts import ShardExperts
 from moecompile.plan import Plan
 from moecompile.printer import graph_text, saved_text
-from moecompile.program import Level
+from moecompile.program import Level, Program
 from tests.support import golden
 
 MODEL = "recognize-moe,shard-dense,shard-experts,insert-dispatch"
@@ -185,7 +185,12 @@ def test_what_no_pass_has_changed_is_not_verified_again(monkeypatch: pytest.Monk
 
     seen: list[str] = []
     verify = pipelines.verify_program
-    monkeypatch.setattr(pipelines, "verify_program", lambda program: (seen.append(program.pipeline), verify(program)))
+
+    def counted(program: Program) -> Program:
+        seen.append(program.pipeline)
+        return verify(program)
+
+    monkeypatch.setattr(pipelines, "verify_program", counted)
     table: dict[str, type[Pass]] = {**PASSES, "idle": Idle, "silent": Silent}
     pipelines.run(golden.captured(), [PASSES["recognize-moe"](), Idle(), Idle(), Silent()], table)
     assert seen == ["", "recognize-moe,idle,idle"]

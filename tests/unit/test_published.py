@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import moecompile as mc
 from moecompile.layout import check, parse
 from moecompile.published import Published, published
-from moecompile.stages import cut_stages
 from moecompile.timeline import most_live, order
-from tests.support import hf_models
+from tests.support.published import DISTINCT, trace
 
 WORLDS = [256, 256, 256, 1024, 256, 256]
 CHUNKS = [4, 4, 4, 4, 6, 6]
 STEPS = [8192, 8192, 4096, 8192, 3072, 3072]
 ROWS = list(zip(published(), WORLDS, CHUNKS, STEPS, strict=True))
-
-DISTINCT = list({row.plan: row for row in reversed(published())}.values())[::-1]  # two GPUs, one plan: traced once
 
 
 @pytest.mark.parametrize(("row", "world", "chunks", "step"), ROWS, ids=[f"{row.model} {row.gpus}" for row, *_ in ROWS])
@@ -48,14 +44,7 @@ def test_live_chunks_of_the_table_with_four_stages_a_rank() -> None:
 @pytest.mark.parametrize("row", DISTINCT, ids=lambda row: f"{row.model} {row.gpus}")
 def test_traced_in_one_process(row: Published) -> None:
     """All layers of the model at a small width; between stages only the residual stream travels."""
-    if row.model.startswith("DeepSeek"):
-        model = hf_models.build(
-            "deepseek_v3", num_hidden_layers=row.layers, n_routed_experts=64, first_k_dense_replace=3
-        )
-    else:
-        model = hf_models.build("qwen3_moe", num_hidden_layers=row.layers, num_experts=64)
-    example = hf_models.batch(size=row.rows * row.plan.microbatches, length=8)
-    stages = cut_stages(mc.trace(model, row.plan, example))
+    _, stages = trace(row)
     assert len(stages) == len(parse(row.plan.layout or "").stages)
     assert [len(stage.received) for stage in stages] == [0, *[1] * (len(stages) - 1)]
     assert [len(stage.sent_grads) for stage in stages] == [0, *[1] * (len(stages) - 1)]

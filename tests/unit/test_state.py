@@ -344,3 +344,35 @@ def test_conversions_restack(ranks: Ranks, config: Config) -> None:
         assert losses[0] == pytest.approx(expected[0], rel=1e-12)
         assert losses[1] == pytest.approx(expected[1], rel=1e-5)
         assert losses[2:] == pytest.approx(expected[2:], rel=1e-12)
+
+
+def plain_modules(rank: int, config: Config, file: str) -> list[str]:
+    """What the plain module, a submodule and files and copies of them say of parts."""
+    model = build(config)
+    with parallel(model, PLAN) as made:
+        made(**slice_for(BATCH, PLAN, rank))
+        wholes = plain_state(config)
+        for found in (model.state_dict(), made.state_dict()):
+            assert {name: tuple(value.shape) for name, value in found.items()} == {
+                name: tuple(value.shape) for name, value in wholes.items()
+            }
+        layer = model.get_submodule("layers.0.moe").state_dict()
+        assert all(value.shape == wholes[f"layers.0.moe.{name}"].shape for name, value in layer.items())
+        said = []
+        for attempt in (
+            lambda: torch.save(model.state_dict(), file),
+            lambda: copy.deepcopy(model),
+            lambda: torch.save(model, file),
+        ):
+            try:
+                attempt()
+                said.append("done")
+            except (RuntimeError, TypeError) as error:
+                said.append(str(error))
+        copy.deepcopy(model.get_submodule("head"))  # whole on every rank
+        return said
+
+
+def test_the_plain_module_gives_no_part_for_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(2, plain_modules, LOOP, str(tmp_path / "state")):
+        assert all("full_state_dict(model)" in one for one in said), said

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from moecompile import meta
+from moecompile import graph as graphs
+from moecompile import meta, ops
 from moecompile import pipeline as pipelines
 from moecompile.compat import without_autocast
 from moecompile.compilation import Request, as_program, capture, default_pipeline
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("proving")
 SEQUENCE = Plan(dp=2, tp=2, ep=4, sequence_parallel=True)
 WIDTH = Plan(dp=4, ep=2, etp=2)
 RING = Plan(dp=1, cp=4, ep=4, passes="+shard-sequence{attention=ring}")
+ZIGZAG = Plan(dp=1, cp=4, ep=4, passes="+shard-sequence{attention=ring,order=zigzag}")
 
 
 @dataclass
@@ -170,6 +172,21 @@ def check(laboratory: Laboratory, program: Program, changes: Sequence[tuple[Muta
     return found
 
 
+@pytest.mark.timeout(240)
+def test_every_error_of_an_order_is_refused() -> None:
+    """The wrong order on one side of an op, in a hop, or on the way out; parts of another axis."""
+    laboratory = Laboratory(ZIGZAG, replace(CONFIG, aux=0.0, shared=False))
+    changes = [change for change in every_change(laboratory.step) if _is_of_order(laboratory.step, change)]
+    found = check(laboratory, laboratory.step, changes)
+    assert found.lock_step == [] and len(changes) - len(found.equivalent) >= 20
+    assert all(name.endswith("cp -> ep") for name in found.equivalent)
+
+
+def _is_of_order(program: Program, change: tuple[Mutant, ...]) -> bool:
+    named = {node.name for node in graphs.find(program.graph, ops.zigzag_slice, ops.zigzag_place, ops.zigzag_exchange)}
+    return any(mutant.kind in ("order", "ring") or mutant.node in named for mutant in change)
+
+
 def every_change(program: Program) -> list[tuple[Mutant, ...]]:
     return [*((mutant,) for mutant in mutants(program)), *compensating(program)]
 
@@ -221,6 +238,7 @@ def divisions(program: Program) -> dict[str, tuple[str, int]]:
         Plan(dp=1, tp=4, ep=2),
         Plan(dp=2, cp=2, tp=2, ep=4, sequence_parallel=True),
         Plan(dp=4, ep=2, etp=2, dispatch="allgather"),
+        ZIGZAG,
     ],
     ids=str,
 )

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moecompile as mc
+from moecompile.errors import VerifyError
 from moecompile.pass_base import Fact
 from moecompile.plan import Plan
 from moecompile.verify import check_spread
+from tests.support.mutants import mutants, mutated
 
 
 class Cosine(nn.Module):
@@ -199,3 +201,28 @@ class Softened(Layer):
 
 def test_a_mean_over_probabilities_divides_by_the_rows_of_all_ranks() -> None:
     proved(Softened(nn.Linear(8, 8), lambda part, x: part(x)), Plan(dp=2))
+
+
+def planted(model: nn.Module, plan: Plan) -> None:
+    """No collective may be left out of the program, taken twice or taken over another axis of a part of the ranks."""
+    ids, labels = torch.randint(0, 16, (plan.num_data_ranks, 6)), torch.randint(0, 16, (plan.num_data_ranks, 6))
+    program = mc.trace(model.double(), plan, {"ids": ids[:1], "labels": labels[:1]})
+    assert not check_spread(program).unproved
+    kinds = [mutant for mutant in mutants(program) if mutant.kind in ("drop", "double", "scale", "gradient")]
+    assert len(kinds) > 10
+    for mutant in kinds:
+        with pytest.raises(VerifyError):
+            check_spread(mutated(program, mutant))
+
+
+class ByPosition(Layer):
+    """Weights by position, and one sequence a rank: the gradient of a row is that of every row."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.use(self.part, self.embed(ids)))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return (losses / torch.arange(1, labels.shape[1] + 1)).mean()
+
+
+def test_the_gradient_of_one_row_a_rank_is_that_of_every_row() -> None:
+    planted(ByPosition(nn.Linear(8, 8), lambda part, x: part(x)), Plan(dp=4))

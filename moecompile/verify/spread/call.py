@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,11 @@ class Call:
     @property
     def ranks(self) -> int:
         return self.digits.sizes[self.at]
+
+    @property
+    def later(self) -> int:
+        """Ranks of all digits that may cut further what this one has cut."""
+        return math.prod(self.digits.sizes[self.at + 1 :])
 
     def within(self, axis: str) -> bool:
         """Whether this digit belongs to an axis."""

@@ -81,7 +81,8 @@ def _all_gather(call: Call) -> Options:
             f"gathers {source.name} over {call['axis']}, which is {reading}; only parts may be gathered"
         )
     front = before(call.shape(source), reading)
-    return only(SAME if front == 1 else Reading(Kind.FRONT, outer=front))
+    in_place = front == 1 and not reading.zigzag
+    return only(SAME if in_place else Reading(Kind.FRONT, outer=front, zigzag=reading.zigzag))
 
 
 def _told(call: Call, counts: Reading) -> Reading:
@@ -114,7 +115,7 @@ def _reduce_scatter(call: Call) -> Options:
         raise ConflictError(
             f"adds up {source.name} over {call['axis']}, which is {reading}; only a sum of parts may be taken"
         )
-    return locate(call.out_shape, reading.outer)
+    return locate(call.out_shape, reading.outer, zigzag=reading.zigzag, later=call.later)
 
 
 def _all_to_all(call: Call) -> Options:
@@ -131,7 +132,26 @@ def _all_to_all(call: Call) -> Options:
     return only(cut(split))
 
 
-def _local_slice(call: Call) -> Options:
+def _zigzag_exchange(call: Call) -> Options:
+    """The order of the pieces, out of zigzag or into it."""
+    source, reading, dim, outer = call["x"], plain(call.of(call["x"])), int(call["dim"]), int(call["outer"])
+    if not call.within(call["axis"]):
+        behind = reading.kind is Kind.CUT and reading.dim == dim and call.at > max(call.digits.axis(call["axis"]))
+        return only(UNKNOWN if behind or (reading.kind in (Kind.ROWS, Kind.AWAY) and dim == 0) else reading)
+    if reading.kind in (Kind.UNKNOWN, Kind.ZERO) or is_even(reading, dim):
+        return only(reading)
+    into = bool(call["to_zigzag"])
+    if reading != cut(dim, outer, not into):
+        due = cut(dim, outer, not into)
+        raise ConflictError(f"exchanges pieces of {source.name}, which is {reading}; only what is {due} may be so")
+    return only(cut(dim, outer, into))
+
+
+def _zigzag_slice(call: Call) -> Options:
+    return _local_slice(call, zigzag=True)
+
+
+def _local_slice(call: Call, zigzag: bool = False) -> Options:
     source, index = call["x"], call.of(call["index"])
     reading = plain(call.of(source))
     if index.kind is not Kind.OFFSET:
@@ -145,7 +165,7 @@ def _local_slice(call: Call) -> Options:
         raise ConflictError(
             f"takes this rank's part of {source.name}, which is {reading}; only what is whole may be cut"
         )
-    return only(cut(int(call["dim"]), int(call["outer"])))
+    return only(cut(int(call["dim"]), int(call["outer"]), zigzag))
 
 
 def _elsewhere(reading: Reading, dim: int) -> Reading:
@@ -153,7 +173,11 @@ def _elsewhere(reading: Reading, dim: int) -> Reading:
     return UNKNOWN if reading.kind in (Kind.ROWS, Kind.AWAY) and dim == 0 else reading
 
 
-def _local_place(call: Call) -> Options:
+def _zigzag_place(call: Call) -> Options:
+    return _local_place(call, zigzag=True)
+
+
+def _local_place(call: Call, zigzag: bool = False) -> Options:
     """The part of this rank among zeros: the whole is the sum over the ranks."""
     source, index = call["x"], call.of(call["index"])
     reading, dim = plain(call.of(source)), int(call["dim"])
@@ -164,10 +188,9 @@ def _local_place(call: Call) -> Options:
     check_index(call, index, int(call["ranks"]))
     if reading.kind in (Kind.UNKNOWN, Kind.ZERO):
         return only(ZERO if reading.kind is Kind.ZERO else UNKNOWN)
-    if reading != cut(dim, int(call["outer"])) and not is_even(reading, dim):
-        raise ConflictError(
-            f"places {source.name}, {reading}, as this rank's part of dim {dim} in {call['outer']} stripes"
-        )
+    due = cut(dim, int(call["outer"]), zigzag)
+    if reading != due and not is_even(reading, dim):
+        raise ConflictError(f"places {source.name}, {reading}, as this rank's part of what is {due}")
     return only(SUM)
 
 
@@ -183,4 +206,7 @@ RULES: dict[str, Rule] = {
     "moe.all_to_all": _all_to_all,
     "moe.local_slice": _local_slice,
     "moe.local_place": _local_place,
+    "moe.zigzag_exchange": _zigzag_exchange,
+    "moe.zigzag_slice": _zigzag_slice,
+    "moe.zigzag_place": _zigzag_place,
 }

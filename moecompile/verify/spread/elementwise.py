@@ -95,7 +95,7 @@ def _subtract(call: Call) -> Options | list[Options]:
     if offset.kind is not Kind.OFFSET:
         return _linear("all")(call)
     reading = call.of(source)
-    if reading.kind is not Kind.CUT or reading.outer > 1:
+    if reading.kind is not Kind.CUT or reading.outer > 1 or reading.zigzag:
         return only(UNKNOWN)
     if call.shape(source)[reading.dim] != offset.dim:
         raise ConflictError(

@@ -20,7 +20,7 @@ _PLAIN = (Kind.SAME, Kind.ZERO)
 
 def _rows_of(call: Call, tag: str, tokens: Reading) -> list[Options]:
     """What a permute of a rank's own tokens returns."""
-    rows = Reading(Kind.ROWS, outer=tokens.outer, tag=tag)
+    rows = Reading(Kind.ROWS, outer=tokens.outer, tag=tag, zigzag=tokens.zigzag)
     return [only(rows), only(rows._replace(kind=Kind.COUNTS)), only(rows)]
 
 
@@ -65,15 +65,21 @@ def _permute_local(call: Call) -> list[Options]:
         raise ConflictError(f"sorts tokens that are {tokens} by choices that are {ids}")
     if ids.kind not in (*_PLAIN, Kind.FRONT):
         raise ConflictError(f"takes the rows of its own experts from tokens that are {ids}; gather them first")
-    rows = Reading(Kind.AWAY, outer=ids.outer if ids.kind is Kind.FRONT else 1, tag=call.node.name)
+    front = ids if ids.kind is Kind.FRONT else SAME
+    rows = Reading(Kind.AWAY, outer=front.outer, tag=call.node.name, zigzag=front.zigzag)
     return [only(rows), only(rows._replace(kind=Kind.TABLE)), only(rows)]
 
 
 def _tokens_of(rows: Reading) -> Reading:
     """How tokens lie whose rows these are."""
     if rows.kind is Kind.ROWS:
-        return cut(0, rows.outer)
-    return Reading(Kind.FRONT, outer=rows.outer) if rows.outer > 1 else SAME
+        return cut(0, rows.outer, rows.zigzag)
+    return Reading(Kind.FRONT, outer=rows.outer, zigzag=rows.zigzag) if rows.outer > 1 or rows.zigzag else SAME
+
+
+def sum_in_front(order: Reading) -> Reading:
+    """A sum of tokens that stand as those of some rows were gathered."""
+    return SUM._replace(outer=order.outer, zigzag=order.zigzag)
 
 
 def fits(reading: Reading, wanted: Reading) -> bool:
@@ -97,7 +103,7 @@ def _unpermute(call: Call) -> Options:
     wanted = _tokens_of(order)
     if weights is not None and not fits(weights, wanted):
         raise ConflictError(f"weighs rows of tokens that are {wanted} by numbers that are {weights}")
-    return only(wanted if order.kind is Kind.ROWS else SUM._replace(outer=order.outer))
+    return only(wanted if order.kind is Kind.ROWS else sum_in_front(order))
 
 
 def _unpermute_backward(call: Call) -> list[Options]:
@@ -111,7 +117,7 @@ def _unpermute_backward(call: Call) -> list[Options]:
         raise ConflictError(f"brings back rows that are {_named(rows)} in the order of rows that are {_named(order)}")
     if not fits(grad, wanted) or not fits(probs, wanted):
         raise ConflictError(f"has gradients that are {grad} and weights that are {probs} for tokens that are {wanted}")
-    return [only(order), only(wanted if order.kind is Kind.ROWS else SUM._replace(outer=order.outer))]
+    return [only(order), only(wanted if order.kind is Kind.ROWS else sum_in_front(order))]
 
 
 def _gather_rows(call: Call) -> Options:
@@ -249,7 +255,7 @@ def _exchange(call: Call) -> Options:
     there, back = (send.dim, recv.dim) == (SENT, RECEIVED), (send.dim, recv.dim) == (RECEIVED, SENT)
     before, after = (Kind.ROWS, Kind.AWAY) if there else (Kind.AWAY, Kind.ROWS)
     if rows.kind is Kind.SAME and is_even(rows, 0) and ways:
-        return only(Reading(after, outer=send.outer, tag=send.tag))
+        return only(Reading(after, outer=send.outer, tag=send.tag, zigzag=send.zigzag))
     if not ways or not (there or back) or rows.kind is not before or rows.tag != send.tag:
         raise ConflictError(
             f"sends rows that are {_named(rows)} over {call['axis']} by sizes that are not those of this exchange"

@@ -31,8 +31,8 @@ def _cat(call: Call) -> Options:
         return only(UNKNOWN)
     if kinds == {Kind.CUT} and {reading.dim for reading in readings} == {dim}:
         stripes = {call.shape(item)[dim] // reading.outer for item, reading in zip(items, readings, strict=True)}
-        if len(stripes) == 1:
-            return only(cut(dim, sum(reading.outer for reading in readings)))
+        if len(stripes) == len({reading.zigzag for reading in readings}) == 1:
+            return only(cut(dim, sum(reading.outer for reading in readings), readings[0].zigzag))
     if len(call.out_shape) == 1:
         return only(packed([(call.shape(item)[0], (reading,)) for item, reading in zip(items, readings, strict=True)]))
     return only(_one_of(call, items, readings, dim))

@@ -102,10 +102,7 @@ def _queries(call: Call) -> Reading:
         return first
     if any(reading.kind in _TERMS for reading in readings):
         raise ConflictError("attends to " + ", ".join(map(str, readings)))
-    kinds = {
-        (reading.kind, reading.dim, reading.outer) if reading.kind is Kind.CUT else (Kind.SAME, 0, 1)
-        for reading in readings
-    }
+    kinds = {reading if reading.kind is Kind.CUT else SAME for reading in readings}
     if len(kinds) > 1 or (first.kind is Kind.CUT and first.dim >= ndim - 2):
         raise ConflictError(
             "attends with queries, keys and values that do not lie alike (" + ", ".join(map(str, readings)) + ")"
@@ -121,7 +118,7 @@ def check_mask(call: Call, mask: Any, first: Reading, ndim: int) -> None:
     reading, shape = plain(call.of(mask)), call.shape(mask)
     lead = ndim - len(shape)
     if reading.kind is Kind.CUT:
-        if first.kind is not Kind.CUT or (reading.dim + lead, reading.outer) != (first.dim, first.outer):
+        if reading._replace(dim=reading.dim + lead) != first:
             raise ConflictError(f"has a mask that is {reading} for queries that are {first}")
     elif reading.kind in _TERMS:
         raise ConflictError(f"has a mask that is {reading}")
@@ -233,12 +230,18 @@ def _uniform(call: Call) -> Options:
         return only(SAME if like.kind in (Kind.SAME, Kind.ZERO, *_TERMS) else UNKNOWN)
     dim, outer = call["dim"][at], call["outer"][at]
     if like.kind is Kind.ZERO:  # made for its shape, and nobody knows yet how it lies
-        return only(cut(dim, outer))
+        return only(cut(dim, outer, _is_mirrored(call, at)))
     if like.kind is not Kind.CUT:
         raise ConflictError(f"draws other numbers on each rank for a value that is {like}")
-    if like.dim != dim or outer not in _stripes(call, like.outer, at):
+    if like.dim != dim or outer not in _stripes(call, like.outer, at) or like.zigzag is not _is_mirrored(call, at):
         raise ConflictError(f"draws numbers for dim {dim} in {outer} stripes, but {call['like'].name} is {like}")
     return only(like)
+
+
+def _is_mirrored(call: Call, at: int) -> bool:
+    """Whether numbers are drawn for a cut in zigzag."""
+    order = call.get("zigzag", ())
+    return bool(order and order[at])
 
 
 def _own_index(call: Call) -> int | None:
@@ -281,7 +284,8 @@ def _global_rows(call: Call) -> Options:
         if rows.kind in (Kind.ROWS, Kind.AWAY):
             raise ConflictError(f"numbers rows that are {rows} without the index of the rank")
         return only(rows)
-    if rows.kind is not Kind.ROWS or call["outer"][at] not in _stripes(call, rows.outer, at):
+    fits = call["outer"][at] in _stripes(call, rows.outer, at) and rows.zigzag is _is_mirrored(call, at)
+    if rows.kind is not Kind.ROWS or not fits:
         raise ConflictError(f"numbers rows that are {rows} in {call['outer'][at]} stripes")
     return only(rows)
 

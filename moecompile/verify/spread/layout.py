@@ -28,10 +28,11 @@ def before(shape: Shape, reading: Reading) -> int:
     return math.prod(shape[: reading.dim]) * reading.outer
 
 
-def locate(shape: Shape, front: int, inner: int = 0) -> Options:
+def locate(shape: Shape, front: int, inner: int = 0, zigzag: bool = False, later: int = 1) -> Options:
     """The cuts of ``shape`` whose ranks stand behind ``front`` elements. More than one where dims of size 1 leave it open.
 
-    ``inner``: elements of the cut dim behind the ranks before a reshape, 0 where not known.
+    ``inner``: elements of the cut dim behind the ranks before a reshape, 0 where not known. Both pieces of a ``zigzag`` are in one dim; of
+    each, ranks that cut it ``later`` may have parts.
     """
     found: list[Reading] = []
     held = 1
@@ -39,21 +40,26 @@ def locate(shape: Shape, front: int, inner: int = 0) -> Options:
         if held <= front <= held * size and front % held == 0 and (held * size) % front == 0:
             outer = front // held
             # at the very end of a dim only where nothing of the cut dim stands behind the ranks
-            if outer < size or size == 1 or inner <= 1:
-                found.append(cut(dim, outer))
+            halves = not zigzag or size // outer * later % 2 == 0
+            if halves and (outer < size or size == 1 or inner <= 1):
+                found.append(cut(dim, outer, zigzag))
         held *= size
     if not found:
         raise ConflictError("splits a dim at a place where the ranks' parts do not end")
     return tuple(sorted(found, key=lambda reading: reading.outer == shape[reading.dim]))
 
 
-def reshaped(old: Shape, new: Shape, reading: Reading) -> Options:
-    """Readings of a value after a reshape."""
+def reshaped(old: Shape, new: Shape, reading: Reading, later: int = 1, *, one_row: bool = False) -> Options:
+    """Readings of a value after a reshape; ``later``: see `locate`. ``one_row``: a dim of size 1 may be this rank's one of more,
+    as in a gradient."""
     if reading.kind is Kind.SAME:
-        return (reading._replace(dim=_equal_dims(old, new, reading.dim)), *_equal_parts(old, new, reading.dim))
+        return (
+            reading._replace(dim=_equal_dims(old, new, reading.dim)),
+            *_equal_parts(old, new, reading.dim, 1 if one_row else 2),
+        )
     if reading.kind is not Kind.CUT:
         return (reading,)
-    found = locate(new, before(old, reading), old[reading.dim] // reading.outer)
+    found = locate(new, before(old, reading), old[reading.dim] // reading.outer, reading.zigzag, later)
     if len(found) > 1 and reading in found and tuple(old[: reading.dim + 1]) == tuple(new[: reading.dim + 1]):
         return (reading, *(other for other in found if other != reading))
     return found
@@ -64,13 +70,13 @@ def ends_with_ranks(shape: Shape, reading: Reading) -> bool:
     return reading.kind is Kind.CUT and reading.dim < len(shape) and reading.outer == shape[reading.dim] > 1
 
 
-def _equal_parts(old: Shape, new: Shape, bits: int) -> Options:
+def _equal_parts(old: Shape, new: Shape, bits: int, least: int) -> Options:
     """Equal elements along a dim are this rank's part of more of them, wherever that dim goes."""
     if bits in (0, ALL_DIMS):
         return ()
     found: list[Reading] = []
     for dim, size in enumerate(old):
-        if bits >> dim & 1 and size > 1:
+        if bits >> dim & 1 and size >= least:
             with suppress(ConflictError):
                 found += locate(new, math.prod(old[:dim]), size)
     kept = _equal_dims(old, new, bits)

@@ -134,7 +134,7 @@ def _index(call: Call) -> Options:
     width = max(len(call.shape(indices[dim])) for dim in at)
     start = at[0] if adjacent else 0
     cuts = {
-        (item.dim + width - len(call.shape(indices[dim])), item.outer)
+        item._replace(dim=item.dim + width - len(call.shape(indices[dim])))
         for dim, item in zip(at, used, strict=True)
         if item.kind is Kind.CUT
     }
@@ -142,12 +142,13 @@ def _index(call: Call) -> Options:
         if cuts or source.dim in at:
             return only(UNKNOWN)  # each rank picks among its own elements
         gone = sum(dim < source.dim for dim in at)
-        return only(cut(source.dim - gone + (width if not adjacent or at[0] < source.dim else 0), source.outer))
+        kept = source.dim - gone + (width if not adjacent or at[0] < source.dim else 0)
+        return only(source._replace(dim=kept))
     if cuts:
         if len(cuts) > 1 or source.kind in _TERMS:
             raise ConflictError(f"looks up in a tensor that is {source} by indices that are cut")
-        dim, outer = cuts.pop()
-        return only(cut(dim + start, outer))
+        found = cuts.pop()
+        return only(found._replace(dim=found.dim + start))
     return only(_same_or(source))
 
 
@@ -161,7 +162,7 @@ def _own(call: Call, source: Reading, at: list[int], used: list[Reading]) -> Opt
         for dim, item in zip(at, used, strict=True)
         if item.kind is Kind.OWN
     }
-    if list(own) != [source.dim] or source.outer > 1:
+    if list(own) != [source.dim] or source.outer > 1 or source.zigzag:
         raise ConflictError(
             f"looks up in a tensor that is {source} by the numbers of this rank's elements in another dim"
         )
@@ -184,17 +185,19 @@ def _index_put(call: Call) -> Options:
     if kinds <= {Kind.SAME, Kind.ZERO}:
         return only(SAME)
     cuts = {
-        reading.dim + _width(call, used) - len(call.shape(item)) for item, reading in used if reading.kind is Kind.CUT
+        reading._replace(dim=reading.dim + _width(call, used) - len(call.shape(item)))
+        for item, reading in used
+        if reading.kind is Kind.CUT
     }
     adds = bool(call.get("accumulate", False)) and target.kind in (Kind.ZERO, Kind.SUM)
     if values.kind is Kind.SUM and not cuts and target.kind in (Kind.ZERO, Kind.SUM):
         return only(SUM)
     if len(cuts) == 1 and adds and kinds <= _KNOWN:
-        at = cuts.pop()
-        fits = (values.kind is Kind.CUT and values.dim == at) or is_even(values, at)
+        found = cuts.pop()
+        fits = values == found or is_even(values, found.dim)
         first = call["indices"][0] is not None
         if first and not fits:
-            raise ConflictError(f"adds values that are {values} at places that are cut in dim {at}")
+            raise ConflictError(f"adds values that are {values} at places that are {found}")
         return only(SUM if first else UNKNOWN)
     return only(UNKNOWN)
 
@@ -211,7 +214,7 @@ def _index_select(call: Call) -> Options:
             raise ConflictError(f"selects along a dim in which {call['self'].name} is {source}")
         return only(_same_or(source))
     if ids.kind is Kind.CUT and source.kind in (Kind.SAME, Kind.ZERO):
-        return only(cut(dim, ids.outer))
+        return only(ids._replace(dim=dim))
     if ids.kind is Kind.OFFSET and source.kind is Kind.SAME:  # one element for each rank: its own
         if ids.dim != 1 or call.shape(call["self"])[dim] != call.size(ids.tag):
             raise ConflictError(

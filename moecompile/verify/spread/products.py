@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .call import Call, Rule, only, plain
-from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, cut, same
+from .readings import ALL_DIMS, SAME, SUM, UNKNOWN, ZERO, ConflictError, Kind, Options, Reading, same
 
 _WITH_ROWS = (Kind.ROWS, Kind.AWAY)
 
@@ -43,7 +43,7 @@ def _of_parts(
 ) -> Reading:
     letter, found = parts[0]
     for other, reading in parts:
-        if other != letter or (reading.kind, reading.outer, reading.tag) != (found.kind, found.outer, found.tag):
+        if other != letter or reading._replace(dim=found.dim) != found:
             raise ConflictError("multiplies operands that do not lie alike (" + ", ".join(map(str, readings)) + ")")
     for (item, letters), reading in zip(terms, readings, strict=True):
         if reading.kind is Kind.SAME and letter in letters:
@@ -54,7 +54,7 @@ def _of_parts(
         return SAME if found.kind is Kind.FRONT else SUM
     at = out.index(letter)
     if found.kind is Kind.CUT:
-        return cut(at, found.outer)
+        return found._replace(dim=at)
     return found if at == 0 else UNKNOWN
 
 
@@ -82,10 +82,7 @@ def _with_bias(call: Call, made: Options, bias: Any, ndim: int) -> Options:
     reading, found = plain(call.of(bias)), []
     for option in made:
         if option.kind is Kind.CUT and option.dim == ndim - 1:
-            fits = reading.kind is Kind.CUT and (reading.dim, reading.outer) == (
-                len(call.shape(bias)) - 1,
-                option.outer,
-            )
+            fits = reading == option._replace(dim=len(call.shape(bias)) - 1)
             fits = fits or (reading.kind is Kind.SAME and bool(reading.dim >> (len(call.shape(bias)) - 1) & 1))
         elif option.kind in (Kind.SUM, Kind.MEAN):
             fits = reading.kind is option.kind
@@ -103,7 +100,7 @@ def _with_bias(call: Call, made: Options, bias: Any, ndim: int) -> Options:
 def _broadcast(reading: Reading, more: int) -> Reading:
     """What is repeated along ``more`` dims in front of its own."""
     if reading.kind is Kind.CUT:
-        return cut(reading.dim + more, reading.outer)
+        return reading._replace(dim=reading.dim + more)
     if reading.kind is Kind.SAME and reading.dim != ALL_DIMS:
         return same(reading.dim << more | (1 << more) - 1)
     return reading

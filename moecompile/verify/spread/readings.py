@@ -47,17 +47,26 @@ class Reading(NamedTuple):
     whose ranks stand in front: how many elements come before the ranks where they belong, in the flat order. ``tag``: the permute that
     rows and counts come from; of an OFFSET its axis; of PACKED the parts; of PASSED the places between a part and where it belongs; of
     PARTLY the number of hops and those that are in it; of TERMS all three.
+
+    ``zigzag``: the ranks have two pieces each of what is ``[outer, 2 * ranks, inner]``, r from the front and r from the end, which is so on
+    each of the digits of an axis if it is on the axis.
     """
 
     kind: Kind
     dim: int = 0
     outer: int = 1
     tag: Any = ""
+    zigzag: bool = False
 
     def __str__(self) -> str:
         if self.kind is Kind.CUT:
-            return f"cut in dim {self.dim}" + (f" in {self.outer} stripes" if self.outer > 1 else "")
-        return str(self.kind.value)
+            stripes = f" in {self.outer} stripes" if self.outer > 1 else ""
+            return f"cut in dim {self.dim}{stripes}{self.order}"
+        return f"{self.kind.value}{self.order}"
+
+    @property
+    def order(self) -> str:
+        return " in zigzag" if self.zigzag else ""
 
 
 ALL_DIMS = -1
@@ -76,8 +85,8 @@ class ConflictError(Exception):
     """An op cannot take its operands as they are spread; the message continues the name of the node."""
 
 
-def cut(dim: int, outer: int = 1) -> Reading:
-    return Reading(Kind.CUT, dim, outer)
+def cut(dim: int, outer: int = 1, zigzag: bool = False) -> Reading:
+    return Reading(Kind.CUT, dim, outer, zigzag=zigzag)
 
 
 def same(equal: int) -> Reading:
@@ -104,19 +113,21 @@ def described(readings: Iterable[Reading]) -> str:
 # ---- rings -------------------------------------------------------------------------------------------------------------
 
 
-def passed(dim: int, steps: int) -> Reading:
-    """A part of dim ``dim`` that has come so many places."""
-    return Reading(Kind.PASSED, dim, tag=steps) if steps else cut(dim)
+def passed(part: Reading, steps: int) -> Reading:
+    """A part that has come so many places."""
+    return part._replace(kind=Kind.PASSED, tag=steps) if steps else cut(part.dim, zigzag=part.zigzag)
 
 
-def partly(dim: int, ranks: int, hops: frozenset[int]) -> Reading:
-    """Attention to the keys that came with these hops; to all of them once none is missing."""
-    return Reading(Kind.PARTLY, dim, tag=(ranks, hops)) if len(hops) < ranks else cut(dim)
+def partly(part: Reading, ranks: int, hops: frozenset[int]) -> Reading:
+    """Attention to the keys that came with these hops; to all of them once none is missing. It lies as its queries do."""
+    due = len(hops) < ranks
+    return part._replace(kind=Kind.PARTLY, tag=(ranks, hops)) if due else cut(part.dim, zigzag=part.zigzag)
 
 
-def terms(dim: int, steps: int, ranks: int, hops: frozenset[int]) -> Reading:
+def terms(part: Reading, steps: int, ranks: int, hops: frozenset[int]) -> Reading:
     """A gradient to which these hops have given, ``steps`` places from home; that of a part once none is missing and it is there."""
-    return Reading(Kind.TERMS, dim, tag=(steps, ranks, hops)) if steps or len(hops) < ranks else cut(dim)
+    due = steps or len(hops) < ranks
+    return part._replace(kind=Kind.TERMS, tag=(steps, ranks, hops)) if due else cut(part.dim, zigzag=part.zigzag)
 
 
 def added(readings: Sequence[Reading]) -> Reading:
@@ -126,6 +137,7 @@ def added(readings: Sequence[Reading]) -> Reading:
         raise ConflictError(f"adds up {described(readings)}")
     steps, ranks, hops = first.tag
     more_steps, more_ranks, more = others[0].tag
-    if (first.dim, steps, ranks) != (others[0].dim, more_steps, more_ranks) or hops & more:
+    alike = first._replace(tag="") == others[0]._replace(tag="") and (steps, ranks) == (more_steps, more_ranks)
+    if not alike or hops & more:
         raise ConflictError("adds up gradients of hops that do not belong together, or one of them twice")
-    return terms(first.dim, steps, ranks, hops | more)
+    return terms(first, steps, ranks, hops | more)

@@ -42,12 +42,12 @@ def _rotate(call: Call) -> Options:
     steps = int(call["steps"])
     if reading.kind is Kind.TERMS:
         before, ranks, hops = reading.tag
-        return only(terms(reading.dim, (before + steps) % size, ranks, hops))
+        return only(terms(reading, (before + steps) % size, ranks, hops))
     if reading.kind is Kind.PASSED:
-        return only(passed(reading.dim, (reading.tag + steps) % size))
+        return only(passed(reading, (reading.tag + steps) % size))
     if reading.kind is not Kind.CUT or reading.outer != 1:
         raise ConflictError(f"sends {source.name} round {axis}, which is {reading}; only parts may go round")
-    return only(passed(reading.dim, steps % size))
+    return only(passed(reading, steps % size))
 
 
 def _is_ring(call: Call) -> bool:
@@ -71,11 +71,12 @@ def _looks(call: Call) -> Reading:
     check_mask(call, mask, own, along + 2)
     hop, ranks = int(call["hop"]), int(call["ranks"])
     if ring:
-        if not 0 <= hop < ranks or own != cut(along) or keys != passed(along, hop):
+        due = cut(along, zigzag=bool(call.get("zigzag", False)))
+        if not 0 <= hop < ranks or own != due or keys != passed(due, hop):
             raise ConflictError(
-                f"is hop {hop} of a ring with queries that are {own} and keys that are {keys} ({keys.tag or 0} places)"
+                f"is hop {hop} of a ring{due.order} with queries that are {own} and keys that are {keys} ({keys.tag or 0} places)"
             )
-        return partly(along, ranks, frozenset({hop}))
+        return partly(due, ranks, frozenset({hop}))
     if own.kind is Kind.CUT and own.dim < along and keys == own:
         return own
     if {own.kind, keys.kind} <= {Kind.SAME, Kind.ZERO}:
@@ -119,8 +120,8 @@ def _part_backward(call: Call) -> list[Options]:
     found = _gradients(call, call["grad"], call["grad_lse"], value)
     if not _is_ring(call) or found.kind is Kind.UNKNOWN:
         return [only(found)] * 2
-    hop, ranks, along = int(call["hop"]), int(call["ranks"]), len(call.shape(call["q"])) - 2
-    return [only(terms(along, steps, ranks, frozenset({hop}))) for steps in (0, hop)]
+    hop, ranks, own = int(call["hop"]), int(call["ranks"]), plain(call.of(call["q"]))
+    return [only(terms(own, steps, ranks, frozenset({hop}))) for steps in (0, hop)]
 
 
 def _joined(call: Call) -> Reading:
@@ -138,9 +139,9 @@ def _joined(call: Call) -> Reading:
     if first.kind is not Kind.PARTLY or second.kind is not Kind.PARTLY:
         raise ConflictError(f"joins {described((first, second))}")
     (ranks, hops), (more_ranks, more) = first.tag, second.tag
-    if (first.dim, ranks) != (second.dim, more_ranks) or hops & more:
+    if first._replace(tag=ranks) != second._replace(tag=more_ranks) or hops & more:
         raise ConflictError("joins hops that do not belong together, or one of them twice")
-    return partly(first.dim, ranks, hops | more)
+    return partly(first, ranks, hops | more)
 
 
 def _merge(call: Call) -> list[Options]:

@@ -29,7 +29,8 @@ _MODEL, _DRAWS, _METRICS = "moe_model_factors", "moe_model_draws", "moe_model_me
 _ADDED = "moe_added_divisions"
 _STEP, _DIVIDED = "moe_step_factors", "moe_step_divisions"
 # the same value on other ranks; the first operand is what they move
-_MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place"})
+_MOVERS = frozenset({"moe.all_gather", "moe.all_reduce", "moe.reduce_scatter", "moe.local_slice", "moe.local_place",
+                     "moe.zigzag_slice", "moe.zigzag_place", "moe.zigzag_exchange"})  # fmt: skip
 _KINDS = {
     **dict.fromkeys(("aten.mul", "aten.multiply"), "mul"),
     **dict.fromkeys(("aten.div", "aten.true_divide", "aten.divide"), "div"),
@@ -70,10 +71,10 @@ def _draws(node: Node) -> bool:
 
 def factor(node: Node) -> Any:
     """The number that a node multiplies, divides or adds to a tensor; None for any other node."""
-    if node.op != "call_function" or name_of(node.target) not in _KINDS or not meta.is_tensor(node):
-        return None
     found = node.args[1] if len(node.args) > 1 else None
-    return found if isinstance(found, (int, float)) else None
+    if not isinstance(found, (int, float)) or node.op != "call_function" or not meta.is_tensor(node):
+        return None
+    return found if name_of(node.target) in _KINDS else None
 
 
 def _key(node: Node) -> Key:
@@ -111,8 +112,9 @@ def _numbered(nodes: Iterable[Node], through: Set[str]) -> dict[Node, int]:
     numbers: dict[Node, int] = {}
     for node in nodes:
         sources = node.all_input_nodes
-        moves = node.op == "call_function" and name_of(node.target) in through
-        if sources and ((moves and (len(sources) == 1 or name_of(node.target) in _MOVERS)) or _is_neutral(node)):
+        name = name_of(node.target) if node.op == "call_function" else ""
+        moves = name in through
+        if sources and ((moves and (len(sources) == 1 or name in _MOVERS)) or _is_neutral(node)):
             numbers[node] = numbers.get(sources[0], 0)
         elif moves or node.op != "call_function":
             numbers[node] = hash(node.name)

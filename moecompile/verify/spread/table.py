@@ -8,16 +8,29 @@ from typing import Any
 import torch
 
 from ...compat import OpOverload
-from . import collectives, elementwise, experts, joins, layers, lookups, products, reductions, rings, views, width
+from . import (
+    collectives,
+    elementwise,
+    experts,
+    joins,
+    layers,
+    lookups,
+    parts,
+    products,
+    reductions,
+    rings,
+    views,
+    width,
+)
 from .call import Rule
 from .elementwise import nonlinear
 
-_MODULES = (elementwise, views, joins, reductions, products, lookups, layers, experts, width, collectives, rings)
+_MODULES = (elementwise, views, parts, joins, reductions, products, lookups, layers, experts, width, collectives, rings)
 RULES: dict[str, Rule] = {name: rule for module in _MODULES for name, rule in module.RULES.items()}
 
 # these only move elements, so that parts may be on their way to where they belong
 CARRIERS = frozenset(
-    {*views.RULES, *joins.RULES, "aten.clone", "aten.contiguous", "aten._to_copy", "moe.reduce_scatter"}
+    {*views.RULES, *parts.RULES, *joins.RULES, "aten.clone", "aten.contiguous", "aten._to_copy", "moe.reduce_scatter"}
 )
 
 

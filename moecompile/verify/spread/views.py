@@ -1,4 +1,4 @@
-"""Ops that only move elements: shapes, order of dims, and parts."""
+"""Ops that only move elements: shapes and the order of dims."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .readings import SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading,
 WITH_ROWS = (Kind.ROWS, Kind.AWAY)
 
 
-def _source(call: Call) -> Any:
+def source_of(call: Call) -> Any:
     return call.args.get("self", next(iter(call.args.values())))
 
 
 def _reshape(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     reading, old, new = plain_view(call.of(source)), call.shape(source), call.out_shape
     if reading.kind in WITH_ROWS and (not new or old[0] != new[0]):
         return only(UNKNOWN)
@@ -32,7 +32,8 @@ def _reshape(call: Call) -> Options:
     ):
         raise ConflictError(f"is a sum still to be taken by its note, but {reading}")
     ends = tuple(end for end in _noted(call) if reading.kind is Kind.CUT and before(new, end) == before(old, reading))
-    found = reshaped(old, new, reading) if not ends or _is_backward(call) else ()
+    gradient = is_backward(call)
+    found = reshaped(old, new, reading, call.later, one_row=gradient) if not ends or gradient else ()
     found = tuple(dict.fromkeys((*found, *ends, *_of_batches(call, reading, old, new))))
     return (*found, SUM) if _drops_one_row(call, reading, old, new) else found
 
@@ -43,10 +44,10 @@ def _noted(call: Call) -> Options:
     of the elements allows it. A gradient has no note, and may lie as a value of its line does.
     """
     found: Iterable[tuple[str, Any]] = meta.placements(call.node).items()
-    if not found and _is_backward(call):
+    if not found and is_backward(call):
         found = call.noted.get((meta.source(call.node), call.out_shape), set())
     cuts = [(axis, placed) for axis, placed in found if isinstance(placed, Shard) and not placed.rows]
-    ways = (cut(placed.dim, placed.outer) for axis, placed in cuts if call.within(axis))
+    ways = (cut(placed.dim, placed.outer, placed.zigzag) for axis, placed in cuts if call.within(axis))
     return tuple(way for way in ways if ends_with_ranks(call.out_shape, way))
 
 
@@ -58,7 +59,7 @@ def _of_batches(call: Call, reading: Reading, old: Sequence[int], new: Sequence[
         return ()
     if len(new) == 3 and old[reading.dim] == 1 and _read_by_products(call.node):
         return only(cut(0, new[0]))
-    if len(old) == 3 and reading == cut(0, old[0]) and _is_product(_source(call)):
+    if len(old) == 3 and reading == cut(0, old[0]) and _is_product(source_of(call)):
         return tuple(cut(dim) for dim, size in enumerate(new) if size == 1)
     return ()
 
@@ -80,7 +81,7 @@ def _is(node: Node, name: str) -> bool:
     return str(node.target).startswith(name)
 
 
-def _is_backward(call: Call) -> bool:
+def is_backward(call: Call) -> bool:
     return meta.direction(call.node) is meta.Direction.BACKWARD
 
 
@@ -88,7 +89,7 @@ def _drops_one_row(call: Call, reading: Reading, old: Sequence[int], new: Sequen
     """Whether a gradient loses the dim of which this rank has one element: autograd, which sums over what was broadcast, leaves a sum
     of one element out, so that this may be the rank's part of that sum.
     """
-    return _is_backward(call) and reading.kind is Kind.CUT and old[reading.dim] == 1 and len(new) < len(old)
+    return is_backward(call) and reading.kind is Kind.CUT and old[reading.dim] == 1 and len(new) < len(old)
 
 
 def plain_view(reading: Reading) -> Reading:
@@ -104,7 +105,7 @@ def reordered(call: Call, reading: Reading, order: Sequence[int | None]) -> Opti
         return only(reading._replace(dim=order.index(reading.dim)))
     if reading.kind is Kind.SAME:
         return only(same(moved_bits(reading.dim, order)))
-    if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and reading.outer > 1):
+    if reading.kind is Kind.FRONT or (reading.kind is Kind.SUM and (reading.outer > 1 or reading.zigzag)):
         return _ranks_moved(call, reading, order)
     if reading.kind in WITH_ROWS:
         return only(reading if order and order[0] == 0 else UNKNOWN)
@@ -122,14 +123,14 @@ def _ranks_moved(call: Call, reading: Reading, order: Sequence[int | None]) -> O
     if not any(dim is not None for dim in order[:at]):
         return only(reading)
     call.front = at
-    if math.prod(call.out_shape[:at]) != reading.outer:
+    if reading.zigzag or math.prod(call.out_shape[:at]) != reading.outer:
         raise ConflictError("puts the gathered parts into a wrong place")
     return only(SAME if reading.kind is Kind.FRONT else SUM)
 
 
 def _ranks_to_front(call: Call, order: Sequence[int | None]) -> Options:
     """A dim as long as there are ranks comes to the front, where a reduce-scatter takes it apart."""
-    old = call.shape(_source(call))
+    old = call.shape(source_of(call))
     first, rest = order[0], [dim for dim in order[1:] if dim is not None]
     if first is None or rest != sorted(rest) or old[first] not in call.group_sizes:
         return ()
@@ -139,14 +140,14 @@ def _ranks_to_front(call: Call, order: Sequence[int | None]) -> Options:
 
 
 def _permute(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     ndim = len(call.shape(source))
     dims = [int(dim) % ndim for dim in call["dims"]]
     return reordered(call, plain_view(call.of(source)), dims)
 
 
 def _transpose(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     order = list(range(len(call.shape(source))))
     if len(order) > 1:
         first, second = int(call.get("dim0", 0)) % len(order), int(call.get("dim1", 1)) % len(order)
@@ -155,7 +156,7 @@ def _transpose(call: Call) -> Options:
 
 
 def _movedim(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     order = list(range(len(call.shape(source))))
     old, new = call["source"], call["destination"]
     if not isinstance(old, int) or not isinstance(new, int):
@@ -166,7 +167,7 @@ def _movedim(call: Call) -> Options:
 
 
 def _unsqueeze(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     order: list[int | None] = list(range(len(call.shape(source))))
     order.insert(int(call["dim"]) % (len(order) + 1), None)
     reading = plain_view(call.of(source))
@@ -178,7 +179,7 @@ def _unsqueeze(call: Call) -> Options:
 
 
 def _squeeze(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     shape = call.shape(source)
     dims = call.args.get("dim", list(range(len(shape))))
     gone = {int(dim) % max(len(shape), 1) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
@@ -189,36 +190,9 @@ def _squeeze(call: Call) -> Options:
     return reordered(call, reading, [dim for dim in range(len(shape)) if dim not in gone])
 
 
-def _slice_backward(call: Call) -> Options:
-    """The gradient of a part, among zeros: of a cut dim whole stripes only."""
-    source, sizes = call["grad_output"], call.out_shape
-    reading = plain_view(call.of(source))
-    dim = int(call["dim"]) % max(len(sizes), 1)
-    start, stop = ("start", "end") if "start" in call.args else ("index", "index")
-    bounds = [call[start], call[stop]]
-    if call.shape(source) == sizes and call.get("step", 1) == 1:
-        return only(reading)
-    if reading.kind is Kind.SAME:
-        order = [at - (at > dim and start == "index") for at in range(len(sizes))]
-        return only(same(sum(1 << at for at, was in enumerate(order) if at != dim and reading.dim >> was & 1)))
-    if reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO):
-        return only(reading)
-    if start == "index":
-        moved = reading.dim + (reading.dim >= dim)
-        return only(reading._replace(dim=moved) if reading.kind is Kind.CUT else UNKNOWN)
-    if reading.kind is not Kind.CUT or reading.dim != dim:
-        return only(reading if dim or reading.kind is Kind.CUT else UNKNOWN)
-    if call.get("step", 1) != 1:
-        return only(reading if (sizes[dim] // reading.outer) % call["step"] == 0 else UNKNOWN)
-    inner = call.shape(source)[dim] // reading.outer
-    if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
-        raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
-    return only(cut(dim, sizes[dim] // inner))
-
-
 def _expand(call: Call) -> Options:
     """New dims, and dims of size 1 made longer, have equal elements."""
-    source, out = _source(call), call.out_shape
+    source, out = source_of(call), call.out_shape
     shape, reading = call.shape(source), plain_view(call.of(source))
     lead = len(out) - len(shape)
     order = [None if at < lead or shape[at - lead] != size else at - lead for at, size in enumerate(out)]
@@ -230,11 +204,11 @@ def _expand(call: Call) -> Options:
 
 
 def _repeat(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     reading, times = plain_view(call.of(source)), list(call["repeats"])
     lead = len(times) - len(call.shape(source))
     if reading.kind is Kind.CUT:
-        return only(cut(reading.dim + lead, reading.outer * int(times[reading.dim + lead])))
+        return only(reading._replace(dim=reading.dim + lead, outer=reading.outer * int(times[reading.dim + lead])))
     if reading.kind is Kind.SAME:
         order = [None if at < lead else at - lead for at in range(len(times))]
         return only(same(moved_bits(reading.dim, order)))
@@ -243,120 +217,12 @@ def _repeat(call: Call) -> Options:
     return only(reading)
 
 
-# ---- parts -------------------------------------------------------------------------------------------------------------
-
-
-def part(call: Call, reading: Reading, dim: int, start: int, stop: int) -> Reading:
-    """Elements ``start`` to ``stop`` of a dim: of a cut one whole stripes only."""
-    size = call.shape(_source(call))[dim]
-    if (start, stop) == (0, size) or reading.kind in (Kind.SUM, Kind.MEAN, Kind.ZERO, Kind.SAME):
-        return reading
-    if reading.kind is Kind.CUT and reading.dim == dim:
-        inner = size // reading.outer
-        if start % inner or stop % inner:
-            raise ConflictError(f"takes a part of dim {dim}, which is {reading}")
-        return reading._replace(outer=(stop - start) // inner)
-    if reading.kind in (*WITH_ROWS, Kind.FRONT) and dim == 0:
-        return UNKNOWN
-    return reading
-
-
-def _slice(call: Call) -> Options:
-    source = _source(call)
-    dim = call.dim("dim", source)
-    size = call.shape(source)[dim]
-    bounds = [call.get("start", 0), call.get("end", size)]
-    reading = plain_view(call.of(source))
-    step = call.get("step", 1)
-    if step != 1 and all(isinstance(item, int) for item in bounds):
-        return only(_strided(reading, dim, size, bounds[0], step))
-    if not all(isinstance(item, int) for item in bounds):
-        return only(reading if reading.kind in (Kind.SUM, Kind.SAME, Kind.ZERO) else UNKNOWN)
-    start, stop = (max(0, min(size, at + size if at < 0 else at)) for at in bounds)
-    if _gives_a_shape(call.node):
-        return only(UNKNOWN)
-    return only(part(call, reading, dim, start, stop))
-
-
-def _gives_a_shape(node: Node) -> bool:
-    """Whether a value is read for its shape only, by draws of random numbers."""
-    return bool(node.users) and all(
-        str(user.target).startswith("moe.uniform")
-        or (str(user.target).startswith("aten.expand") and _gives_a_shape(user))
-        for user in node.users
-    )
-
-
-def _strided(reading: Reading, dim: int, size: int, start: int, step: int) -> Reading:
-    """Every so many-th element: of a cut dim the same ones in every part."""
-    if reading.kind is Kind.CUT and reading.dim == dim and ((size // reading.outer) % step or not 0 <= start < step):
-        raise ConflictError(f"takes every {step}th element of dim {dim}, which is {reading}")
-    return UNKNOWN if reading.kind in (*WITH_ROWS, Kind.FRONT) and dim == 0 else reading
-
-
-def _repeat_interleave(call: Call) -> Options:
-    """Each element so many times in a row: a cut stays where it is."""
-    reading, dim = plain_view(call.of(_source(call))), call.get("dim")
-    if not isinstance(call.get("repeats"), int) or dim is None:
-        return only(SAME if reading.kind in (Kind.SAME, Kind.ZERO) else UNKNOWN)
-    return only(UNKNOWN if reading.kind in (*WITH_ROWS, Kind.FRONT) else reading)
-
-
-def _narrow(call: Call) -> Options:
-    start = int(call["start"])
-    return only(
-        part(
-            call, plain_view(call.of(_source(call))), call.dim("dim", _source(call)), start, start + int(call["length"])
-        )
-    )
-
-
-def _split(call: Call) -> list[Options]:
-    """Also of values that were put into one to travel together."""
-    source = _source(call)
-    dim, reading = call.dim("dim", source), plain_view(call.of(source))
-    lengths = [call.shapes[call.node][at][dim] for at in range(call.outs)]
-    if reading.kind is Kind.PACKED:
-        if [length for length, _ in reading.tag] != lengths:
-            raise ConflictError("takes values apart in other places than they were put together")
-        return [options for _, options in reading.tag]
-    found, start = [], 0
-    for length in lengths:
-        found.append(only(part(call, reading, dim, start, start + length)))
-        start += length
-    return found
-
-
-def _select(call: Call) -> Options:
-    source = _source(call)
-    dim = call.dim("dim", source)
-    order = [at for at in range(len(call.shape(source))) if at != dim]
-    return _without(call, order)
-
-
-def _without(call: Call, order: Sequence[int]) -> Options:
-    reading = plain_view(call.of(_source(call)))
-    if reading.kind in (Kind.SUM, Kind.MEAN):
-        return only(reading)
-    if reading.kind is Kind.CUT and reading.dim not in order:
-        raise ConflictError(f"picks single elements of a dim that is {reading}")
-    if reading.kind is Kind.FRONT:
-        raise ConflictError("picks one rank's part of what was gathered")
-    return reordered(call, reading, order)
-
-
-def _unbind(call: Call) -> list[Options]:
-    source = _source(call)
-    dim = call.dim("dim", source)
-    return [_without(call, [at for at in range(len(call.shape(source))) if at != dim])] * call.outs
-
-
 # ---- other shapes -------------------------------------------------------------------------------------------------------
 
 
 def _complex(call: Call) -> Options:
     """Real and imaginary part as a last dim of two, or back."""
-    source = _source(call)
+    source = source_of(call)
     reading, ndim = plain_view(call.of(source)), min(len(call.shape(source)), len(call.out_shape))
     if reading.kind is Kind.CUT and reading.dim >= ndim:
         raise ConflictError("has real and imaginary part on different ranks")
@@ -364,7 +230,7 @@ def _complex(call: Call) -> Options:
 
 
 def _triangle(call: Call) -> Options:
-    source = _source(call)
+    source = source_of(call)
     reading, ndim = plain_view(call.of(source)), len(call.shape(source))
     if reading.kind is Kind.CUT and reading.dim >= ndim - 2:
         raise ConflictError("takes a triangle of a matrix that is cut")
@@ -380,16 +246,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(words("aten.transpose aten.t aten.swapaxes"), _transpose),
     "aten.movedim": _movedim,
     "aten.unsqueeze": _unsqueeze,
-    **dict.fromkeys(words("aten.slice_backward aten.select_backward"), _slice_backward),
     "aten.squeeze": _squeeze,
     **dict.fromkeys(words("aten.expand aten.expand_as aten.broadcast_to"), _expand),
     "aten.repeat": _repeat,
-    "aten.slice": _slice,
-    "aten.narrow": _narrow,
-    **dict.fromkeys(words("aten.split aten.split_with_sizes aten.chunk"), _split),
-    "aten.select": _select,
-    "aten.unbind": _unbind,
-    "aten.repeat_interleave": _repeat_interleave,
     **dict.fromkeys(words("aten.view_as_real aten.view_as_complex"), _complex),
     **dict.fromkeys(words("aten.tril aten.triu"), _triangle),
 }

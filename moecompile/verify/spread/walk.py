@@ -120,7 +120,7 @@ class _Walk:
         for axis, placed in placements.items():
             for digit in self.digits.axis(axis):
                 if isinstance(placed, Shard):
-                    found[digit] = UNKNOWN if placed.rows else cut(placed.dim, placed.outer)
+                    found[digit] = UNKNOWN if placed.rows else cut(placed.dim, placed.outer, placed.zigzag)
                 elif isinstance(placed, Partial):
                     found[digit] = SUM
         return tuple(found)
@@ -223,7 +223,7 @@ class _Walk:
 
     def _turns(self, node: Node) -> bool:
         """Whether a rank takes its part of a dim that is cut on a less significant digit already."""
-        if name_of(node.target) != "moe.local_slice":
+        if name_of(node.target) not in ("moe.local_slice", "moe.zigzag_slice"):
             return False
         source, index, dim = node.args[:3]
         mine = [at for at, reading in enumerate(self.values[index][0]) if reading.kind is Kind.OFFSET]  # type: ignore[index]
@@ -335,10 +335,12 @@ class _Walk:
             moved_in = here.kind is Kind.FRONT and there.kind is Kind.SAME
             moved_out = here.kind is there.kind is Kind.SUM and here.outer < there.outer
             for other in range(at) if self.outermost_first else range(at + 1, len(found)):
-                if moved_in and found[other] == cut(call.front + 1):
-                    found[other] = cut(call.front)
-                if moved_out and before[other] == cut(call.front) and found[other] == cut(0):
-                    found[other] = cut(call.front + 1)
+                order = found[other].zigzag
+                if moved_in and found[other] == cut(call.front + 1, zigzag=order):
+                    found[other] = cut(call.front, zigzag=order)
+                stood = before[other] == cut(call.front, zigzag=order)
+                if moved_out and stood and found[other] == cut(0, zigzag=order):
+                    found[other] = cut(call.front + 1, zigzag=order)
         return tuple(found)
 
     def _shares(self, call: Call, option: tuple[Reading, ...]) -> Iterator[tuple[Reading, ...]]:
@@ -376,7 +378,7 @@ def _is_unknown(ways: Value) -> bool:
 
 
 def _out_of_order(reading: Reading) -> bool:
-    return reading.kind is Kind.SUM and reading.outer > 1
+    return reading.kind is Kind.SUM and (reading.outer > 1 or reading.zigzag)
 
 
 def _is(reading: Reading, due: Reading) -> bool:

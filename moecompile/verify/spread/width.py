@@ -77,7 +77,7 @@ def _reduce_scatter_rows(call: Call) -> Options:
         return only(rows)
     if (sizes.kind, sizes.dim) != (Kind.SIZES, GATHERED) or rows.kind is not Kind.SUM:
         raise ConflictError(f"adds up rows that are {rows} by sizes that are {sizes}; only a sum of parts may be taken")
-    return only(Reading(Kind.ROWS, outer=sizes.outer, tag=sizes.tag))
+    return only(Reading(Kind.ROWS, outer=sizes.outer, tag=sizes.tag, zigzag=sizes.zigzag))
 
 
 # ---- linears of which every rank has a part ----------------------------------------------------------------------------
@@ -121,12 +121,12 @@ def rows_of_all(call: Call, tokens: Reading, ids: Reading) -> list[Options]:
 
 def back_to_front(rows: Reading, order: Reading, weights: Reading | None) -> Reading:
     """Rows that all ranks hold, back in the order in which the tokens were gathered."""
-    front = Reading(Kind.FRONT, outer=order.outer)
+    front = Reading(Kind.FRONT, outer=order.outer, zigzag=order.zigzag)
     if rows.kind not in (*_PLAIN, Kind.SUM) or not (weights is None or weights == front or is_even(weights, 0)):
         raise ConflictError(
             f"brings back rows that are {rows}, with weights that are {weights}, to tokens that are {front}"
         )
-    return SUM._replace(outer=order.outer) if rows.kind is Kind.SUM else front
+    return front._replace(kind=Kind.SUM) if rows.kind is Kind.SUM else front
 
 
 def back_to_front_backward(call: Call, grad: Reading, rows: Reading, order: Reading, probs: Reading) -> list[Options]:
@@ -138,10 +138,10 @@ def back_to_front_backward(call: Call, grad: Reading, rows: Reading, order: Read
             return [only(SAME), only(SUM)]
         call.whole(call["rows"])
         return [only(found), only(found)]
-    front = Reading(Kind.FRONT, outer=order.outer)
+    front = Reading(Kind.FRONT, outer=order.outer, zigzag=order.zigzag)
     if rows.kind not in (*_PLAIN, Kind.SUM) or any(item != front and not is_even(item, 0) for item in (grad, probs)):
         raise ConflictError(f"has gradients that are {grad} and weights that are {probs} for rows that are {rows}")
-    return [only(SAME), only(SUM._replace(outer=order.outer) if rows.kind is Kind.SUM else front)]
+    return [only(SAME), only(front._replace(kind=Kind.SUM) if rows.kind is Kind.SUM else front)]
 
 
 RULES: dict[str, Rule] = {
