@@ -19,7 +19,7 @@ from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.errors import CaptureError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
-from moecompile.program import Input
+from moecompile.program import Input, OutputKind, Program
 from moecompile.recognition import ACCEPTED, find_layers
 from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
@@ -61,6 +61,7 @@ class RecognizeMoe(Pass):
             graphs.eliminate_dead(graph.graph)
             _drop_inputs(replaced, ctx)
         _refuse_unread_experts(graph.graph)
+        _refuse_rows_in_buffers(program)
         owned = [name for record in program.layers for name in record["params"]]
         unrouted += find_parallel(graph.graph, dict(program.items()), owned)
         lookups = find_lookups(graph.graph, dict(program.items()))
@@ -112,6 +113,18 @@ def _refuse_unread_experts(graph: Graph) -> None:
             raise CaptureError(
                 f"recognize-moe: {meta.where(node)} computes on rows picked by their values, and is not recognised "
                 f"as an MoE layer; {ACCEPTED}."
+            )
+
+
+def _refuse_rows_in_buffers(program: Program) -> None:
+    """A buffer cannot hold what is computed from the rows of an expert, of which no rank knows how many there are."""
+    for node, item in zip(program.output_nodes(), program.outputs, strict=True):
+        if item.kind is not OutputKind.BUFFER or not isinstance(node, Node):
+            continue
+        if any(found.target is aten.where.default and len(found.args) == 1 for found in graphs.ancestors(node)):
+            raise CaptureError(
+                f"recognize-moe: {meta.where(node)} writes into buffer {item.name!r} what is computed from an expert's own rows, which "
+                f"has no form on ranks that share experts out; sum over all tokens by a mask (ids == e), or update it outside forward."
             )
 
 

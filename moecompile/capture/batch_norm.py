@@ -6,6 +6,7 @@ of the whole batch, which no rank has.  Written as means and products each of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +24,22 @@ Make = Callable[..., Node]
 
 
 def uses_batch(node: Node) -> bool:
-    """Whether a traced call norms by the statistics of what it is given."""
+    """Whether a traced call norms by the statistics of what it is given, which has a known size.
+
+    `CaptureError` for running statistics of as many rows as data decide.
+    """
     if node.target not in (aten.batch_norm.default, aten.instance_norm.default):
         return False
     given = arguments(node)
-    return bool(given["training" if node.target is aten.batch_norm.default else "use_input_stats"])
+    if not given["training" if node.target is aten.batch_norm.default else "use_input_stats"]:
+        return False
+    known = all(isinstance(size, int) for size in meta.tensor(given["input"]).shape)
+    if not known and given["running_mean"] is not None:
+        raise CaptureError(
+            f"{meta.source(node)}: the running statistics of this norm are those of as many rows as data decide; put the norm in "
+            f"front of the experts or behind them, or set track_running_stats=False."
+        )
+    return known
 
 
 def written_out(
@@ -62,21 +74,14 @@ def written_out(
     for name, value in (("running_mean", mean), ("running_var", variance)):
         if operands[name] is None:
             continue
-        factor = operands["momentum"] * (_unbiased(node, x, dims) if value is variance else 1)
+        factor = operands["momentum"] * (_unbiased(x, dims) if value is variance else 1)
         now = constant(value) if whole else make(aten.mean.dim, constant(value), list(range(last)))
         kept = make(aten.mul.Tensor, operands[name], 1 - operands["momentum"])
         news[name] = make(aten.add.Tensor, kept, make(aten.mul.Tensor, now, factor))
     return normed, news
 
 
-def _unbiased(node: Node, x: Node, dims: list[int]) -> float:
+def _unbiased(x: Node, dims: list[int]) -> float:
     """What makes the mean of squares over ``dims`` an estimate without bias."""
-    count: Any = 1
-    for dim in dims:
-        count = count * meta.tensor(x).shape[dim]
-    if not isinstance(count, int):
-        raise CaptureError(
-            f"{meta.source(node)}: the running statistics of a norm are those of as many rows as data decide; put the norm "
-            f"outside the experts, or set track_running_stats=False."
-        )
+    count = math.prod(meta.tensor(x).shape[dim] for dim in dims)
     return count / (count - 1) if count > 1 else 1.0

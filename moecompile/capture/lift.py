@@ -18,6 +18,7 @@ from moecompile.capture.captured import Captured
 from moecompile.capture.causal_mask import use_causal_attention
 from moecompile.capture.functional import Handle
 from moecompile.capture.results import Results
+from moecompile.capture.row_counts import sum_masks
 from moecompile.compat import FakeTensorMode, TreeSpec
 from moecompile.errors import CaptureError
 from moecompile.program import Input, InputKind, Output, OutputKind
@@ -75,6 +76,8 @@ class Lifter:
                 outputs.append(Output(OutputKind.BUFFER, fqn))
         self._check_written(nodes, outputs)
         self.graph.output(tuple(nodes))
+        buffers = [node for node, item in zip(nodes, outputs, strict=True) if item.kind is OutputKind.BUFFER]
+        sum_masks(self.graph, buffers, self.builder.mode)
         ir.eliminate_dead(self.graph)
         use_causal_attention(self.graph, lambda node: self.constants.get(node.name))
         ir.eliminate_dead(self.graph)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import moecompile as mc
+from moecompile import graph as graphs
+from moecompile import ops
 from moecompile.capture import capture_model
 from moecompile.capture.compare import compare_capture
 from moecompile.compilation import Request, compile_call
 from moecompile.errors import PassError
 from moecompile.plan import Plan
 from moecompile.program import OutputKind
+from moecompile.weights import Weights
 from tests.support import buffer_models as models
-from tests.support.parity import difference, slice_for
+from tests.support.parity import LockStep, ParityError, compare, difference, plain, slice_for
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -84,6 +87,32 @@ def test_the_comparison_sees_a_buffer_that_is_not_written() -> None:
         compare_capture(model, captured, (), models.batch(), 1)
 
 
+def test_without_the_write_back_the_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Weights, "write", lambda self, values: None)
+    parallel = mc.parallelize(models.made(models.Load, layers=1), Plan(dp=1))
+    parallel(**models.batch())["loss"].backward()
+    alone = models.made(models.Load, layers=1)
+    alone(**models.batch())
+    with pytest.raises(AssertionError):
+        check(buffers(parallel), buffers(alone))
+
+
+def test_without_the_sum_over_ranks_the_difference_is_seen() -> None:
+    """Each rank would have the counts of its own rows."""
+    run = LockStep(models.made(models.Load, layers=1), Plan(dp=2, ep=2), models.batch())
+    reference = plain(models.made(models.Load, layers=1), [models.batch()])
+    compare(run.run([models.batch()]), reference)
+    at = [item.kind for item in run.program.outputs].index(OutputKind.BUFFER)
+    written = run.program.output_nodes()[at]
+    sums = [node for node in graphs.ancestors(written) if node.target is ops.all_reduce]
+    assert len(sums) == 1
+    graphs.replace(sums[0], sums[0].args[0])
+    run.program.graph_module.recompile()
+    run.reset()
+    with pytest.raises(ParityError, match=r"layers\.0\.load: copies on different ranks are not bitwise equal"):
+        run.run([models.batch()])
+
+
 def test_a_program_says_what_it_writes_and_is_read_back(tmp_path: Any) -> None:
     plan = Plan(dp=2, ep=2)
     model = models.made(models.Steps, layers=1)
@@ -95,6 +124,13 @@ def test_a_program_says_what_it_writes_and_is_read_back(tmp_path: Any) -> None:
     calls = [slice_for(models.batch(), plan, rank) for rank in range(2)]
     found = mc.simulate_ranks(model, plan, calls, program=again)
     assert found.buffers == {"layers.0.steps": torch.tensor(1)} and model.layers[0].steps == 0
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(dp=2)], ids=["ep2", "dp2"])
+@pytest.mark.parametrize("kind", list(models.REFUSED), ids=lambda kind: kind.__name__)
+def test_rows_of_one_expert_are_refused(kind: type[models.Layer], plan: Plan) -> None:
+    with pytest.raises(mc.CaptureError, match=r"buffer_models.py:\d+.*" + models.REFUSED[kind]):
+        compile_call(models.made(kind, layers=1), Request((), slice_for(models.batch(), plan, 0), plan))
 
 
 def test_stages_refuse() -> None:

@@ -87,6 +87,25 @@ class LoadInParts(Load):
             self.load[index] += (ids == index).sum()
 
 
+class CountedRows(MLP):
+    """An expert that counts its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += x.shape[0]
+        return super().forward(x)
+
+
+class LoadByLength(Layer):
+    """How many rows each expert is given, as the expert sees it."""
+
+    def make(self) -> None:
+        self.experts = nn.ModuleList([CountedRows() for _ in range(EXPERTS)])
+
+
 class Mean(Layer):
     """A running mean over batch and sequence, subtracted before it moves."""
 
@@ -170,7 +189,48 @@ class Checkpointed(Layer):
 
 KINDS: list[type[Layer]] = [
     Steps, Load, LoadByOneHot, LoadByScatter, LoadInParts, Mean, MeanReassigned, Norm, NormOfChannels, NormWithoutTrack, MovingBias,
+    LoadByLength,
 ]  # fmt: skip
+
+
+class SummedRows(MLP):
+    """An expert that sums its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total += x.sum(0)
+        return super().forward(x)
+
+
+class NormedRows(MLP):
+    """An expert with a norm over its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class SumsOfRows(Layer):
+    def make(self) -> None:
+        self.experts = nn.ModuleList([SummedRows() for _ in range(EXPERTS)])
+
+
+class NormsOfRows(Layer):
+    def make(self) -> None:
+        self.experts = nn.ModuleList([NormedRows() for _ in range(EXPERTS)])
+
+
+REFUSED: dict[type[Layer], str] = {
+    SumsOfRows: r"writes into buffer 'layers\.0\.experts\.0\.total' what is computed from an expert's own rows.*by a mask",
+    NormsOfRows: "running statistics of this norm are those of as many rows as data decide.*track_running_stats=False",
+}
 
 
 class Model(nn.Module):
