@@ -80,9 +80,7 @@ def test_the_comparison_sees_a_buffer_that_is_not_written() -> None:
     output.args = (tuple(node for place, node in enumerate(output.args[0]) if place != at),)
     del captured.outputs[at]
     captured.graph_module.recompile()
-    with pytest.raises(
-        mc.CaptureError, match=r"lacks what .* does to buffer 'layers\.0\.norm\.running_var'"
-    ):
+    with pytest.raises(mc.CaptureError, match=r"lacks what .* does to buffer 'layers\.0\.norm\.running_var'"):
         compare_capture(model, captured, (), models.batch(), 1)
 
 
