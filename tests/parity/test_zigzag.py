@@ -22,6 +22,7 @@ from moecompile.program import OutputKind
 from moecompile.verify import check_spread
 from moecompile.verify.order import collective_order
 from tests.parity.test_chains import check as check_layers
+from tests.parity.test_gloo_axes import compare_outside
 from tests.parity.test_hf_axes import build as build_hf
 from tests.parity.test_hf_axes import check as check_hf
 from tests.parity.test_hf_axes import packed, padded
@@ -169,6 +170,12 @@ def test_logits_come_in_the_order_of_the_sequence() -> None:
     assert dict(item.placements)["cp"] == Shard(1)
     logits = torch.cat([part[item.leaf] for part in found.outputs], 1)
     torch.testing.assert_close(logits, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("how", "flat"), [("parts", False), pytest.param("whole", True, marks=pytest.mark.slow)])
+def test_a_loss_outside_sees_the_order_of_the_sequence(ranks: Ranks, how: str, flat: bool) -> None:
+    """Gradients of the logits come in it and go to where the pieces are."""
+    compare_outside(ranks, plan_of(dp=1, cp=2), how, flat)
 
 
 def on_a_rank(rank: int, plan: Plan, batch: dict[str, Tensor]) -> dict[str, Any]:
