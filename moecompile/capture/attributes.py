@@ -146,10 +146,10 @@ class Attributes:
                     self.carried.append(Carried(module, name, values.get(name, ABSENT), value, line, said, used))
 
     def forget(self) -> None:
-        """Put a `Forgotten` wherever a tensor of the trace was assigned."""
-        for (_, name), (module, line, _) in self._written.items():
+        """Put a `Forgotten` wherever a tensor of the trace was assigned, and the weights where it was a list of them."""
+        for (_, name), (module, line, before) in self._written.items():
             if _holds_tensor(vars(module).get(name)):
-                vars(module)[name] = Forgotten(name, line)
+                vars(module)[name] = before if _are_weights(module, before) else Forgotten(name, line)
 
     def restore(self) -> None:
         """Give every attribute the value from before the trace; lists and dictionaries stay the objects they are."""
@@ -186,6 +186,13 @@ def _holds_tensor(value: Any) -> bool:
     """Whether a value is a tensor, or a list or dictionary of some."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
     return any(isinstance(item, torch.Tensor) for item in items)
+
+
+def _are_weights(module: nn.Module, value: Any) -> bool:
+    """Whether a value is one of the module's weights, or a list of some, as recurrences of torch keep."""
+    own = {id(item) for item in (*module.parameters(), *module.buffers())}
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    return bool(items) and all(id(item) in own for item in items)
 
 
 def _text(value: Any, depth: int = 4) -> str:

@@ -317,3 +317,20 @@ def test_a_loss_function_is_looked_at() -> None:
     with pytest.raises(CaptureError, match=r"changes 'count' of .*loss_fn"):
         capture_model(model, (torch.ones(3, 4),), {}, loss_fn=functools.partial(loss_fn))
     assert count == 0
+
+
+def test_a_plain_model_with_a_recurrence_runs_after_its_capture() -> None:
+    """`nn.GRU` lists its weights in an attribute, anew when they were exchanged, as a capture does."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turns = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.turns(x)[0].sum()
+
+    model, x = Recurrent().double(), torch.rand(2, 3, 4, dtype=torch.float64)
+    before = model(x)
+    capture_model(model, (x,), {})
+    assert torch.equal(model(x), before)
