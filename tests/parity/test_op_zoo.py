@@ -5,6 +5,8 @@ The tables are in tests/support/op_zoo_*.py. A few kinds run always; all of them
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,15 @@ import moecompile as mc
 from moecompile.plan import Plan
 from tests.support import op_zoo_layers, op_zoo_losses, op_zoo_math, op_zoo_results
 from tests.support.op_zoo import PLANS, Kind, Zoo, after, batch, plain_step, worst
+from tests.support.op_zoo_refused import REFUSED
 from tests.support.parity import ParityError, Step, global_norm
 
-KINDS = {**op_zoo_layers.KINDS, **op_zoo_math.KINDS, **op_zoo_losses.KINDS, **op_zoo_results.KINDS}
+TABLES = (op_zoo_layers.KINDS, op_zoo_math.KINDS, op_zoo_losses.KINDS, op_zoo_results.KINDS)
+KINDS = {
+    name: replace(kind, refused={**kind.refused, **REFUSED.get(name, {})})
+    for table in TABLES
+    for name, kind in table.items()
+}
 ZOO = Zoo(KINDS)
 
 SAMPLE = {
@@ -71,8 +79,7 @@ def test_microbatches(name: str) -> None:
 
 
 def test_every_table_has_its_own_names() -> None:
-    tables = (op_zoo_layers.KINDS, op_zoo_math.KINDS, op_zoo_losses.KINDS, op_zoo_results.KINDS)
-    assert len(KINDS) == sum(map(len, tables)) > 380
+    assert len(KINDS) == sum(map(len, TABLES)) > 380 and set(REFUSED) <= set(KINDS)
     assert all(set(kind.refused) <= {"*", *PLANS} for kind in KINDS.values())
 
 

@@ -178,7 +178,8 @@ class Zoo:
 def plain_step(model: nn.Module) -> Step:
     out = model(**batch())
     out["loss"].backward()
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    held = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in held.items()}
     outputs = {name: value.detach() for name, value in out.items() if name != "loss" and isinstance(value, Tensor)}
     return Step(out["loss"].detach(), outputs, grads, global_norm(grads))
 

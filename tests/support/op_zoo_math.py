@@ -117,11 +117,6 @@ def _called(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(layer, halved, (x,))
 
 
-def _inner_gradient(layer: nn.Module, x: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    return found
-
-
 _UNARY: dict[str, Any] = {
     "cumsum": lambda h: h.cumsum(1),
     "cumsum of the batch": lambda h: h.cumsum(0),
@@ -226,7 +221,7 @@ _UNARY: dict[str, Any] = {
     "complex product": lambda h: _real(_complex(h) * _complex(h).conj().roll(1, -1)),
     "complex angle": lambda h: torch.complex(h, h.roll(1, -1)).angle(),
     "complex cumprod": lambda h: _real(_complex(h).cumprod(1)),
-    "relu_ in place": lambda h: h.relu_().mul_(2),
+    "relu_ in place": lambda h: h.mul_(2).relu_(),
     "straight through": lambda h: h + (h.round() - h).detach(),
     "custom function": Clipped.apply,
     "custom function of the batch": Scaled.apply,
@@ -261,7 +256,7 @@ _BINARY: dict[str, Any] = {
     "logaddexp": lambda h, x: torch.logaddexp(h, x) + torch.xlogy(x, h.abs() + 1),
     "maximum": lambda h, x: torch.maximum(h, x) + torch.fmin(h, x) + torch.copysign(h, x),
     "clamp by tensors": lambda h, x: torch.clamp(h, min=-x.abs(), max=x.abs()),
-    "heaviside": lambda h, x: h * torch.heaviside(x, torch.zeros((), dtype=x.dtype)),
+    "heaviside": lambda h, x: h * torch.heaviside(x.detach(), torch.zeros((), dtype=x.dtype)),
     "cdist": lambda h, x: torch.cdist(h, x) @ x,
     "cdist over the batch": lambda h, x: (torch.cdist(h.mean(1), x.mean(1)) @ h.flatten(1)).reshape(h.shape),
     "cosine_similarity": lambda h, x: F.cosine_similarity(h, x, dim=-1)[..., None] * x,
@@ -355,7 +350,6 @@ _MODULES: dict[str, Kind] = {
     "vmap of weights": Kind(
         linear, lambda m, x: torch.vmap(lambda w: x @ w, in_dims=0)(torch.stack([m.weight, m.weight.t()])).sum(0)
     ),
-    "autograd.grad": Kind(linear, _inner_gradient),
     "tensordot": Kind(linear, lambda m, x: torch.tensordot(m(x), m.weight, dims=([2], [0]))),
     "mv": Kind(linear, lambda m, x: torch.mv(m(x).reshape(-1, D), m.bias).reshape(*x.shape[:2], 1) * x),
     "addmv": Kind(linear, lambda m, x: m(x) + torch.addmv(m.bias, m.weight, m.bias)),

@@ -49,7 +49,6 @@ _RESULTS: dict[str, Any] = {
     "loss without gradient": _beside(plain=lambda z, y, x: _each(z, y).mean().detach()),
     "similarities": _beside(scores=lambda z, y, x: x.mean(1) @ x.mean(1).t()),
     "keys and values": _beside(keys=lambda z, y, x: x.unflatten(-1, (2, 4)).transpose(1, 2)),
-    "sequence first": _beside(x=lambda z, y, x: x.transpose(0, 1).contiguous()),
     "confusion": _beside(
         matrix=lambda z, y, x: torch.zeros(V, V, dtype=z.dtype).index_put(
             (y.flatten(), z.argmax(-1).flatten()), torch.ones(y.numel(), dtype=z.dtype), accumulate=True
