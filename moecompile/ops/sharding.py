@@ -4,6 +4,7 @@ The index is a 0-d int64 tensor and a graph input, so all ranks of a plan share 
 `[outer, ranks, inner]`; the part of rank r is `[:, r]`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,35 +45,36 @@ def _local_place_fake(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int
     return x.new_empty([*x.shape[:dim], x.shape[dim] * ranks, *x.shape[dim + 1 :]])
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, int], output: Tensor) -> None:
+def keep_cut(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, int], output: Tensor) -> None:
+    """For the backward of an op that takes or places a rank's part."""
     _, index, ctx.dim, ctx.outer, ctx.ranks = inputs
     ctx.save_for_backward(index)
 
 
-def _slice_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (index,) = ctx.saved_tensors
-    return local_place(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
+def adjoint(name: str) -> Callable[[Any, Tensor], tuple[Tensor, None, None, None, None]]:
+    """The backward by the op of that name, at the same place: slice and place are each other's."""
 
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return getattr(torch.ops.moe, name).default(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
 
-def _place_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (index,) = ctx.saved_tensors
-    return local_slice(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
+    return backward
 
 
 local_slice = define(
     "local_slice(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
     _local_slice,
     _local_slice_fake,
-    setup=_setup,
-    backward=_slice_backward,
+    setup=keep_cut,
+    backward=adjoint("local_place"),
 )
 
 local_place = define(
     "local_place(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
     _local_place,
     _local_place_fake,
-    setup=_setup,
-    backward=_place_backward,
+    setup=keep_cut,
+    backward=adjoint("local_slice"),
 )
 
 # ---- own_index ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from moecompile.ops import transport
 from moecompile.ops.collectives import group_of
 from moecompile.ops.registry import define, require
+from moecompile.ops.sharding import adjoint, keep_cut
 
 # ---- zigzag_slice ------------------------------------------------------------------------------------------
 
@@ -57,34 +58,19 @@ def _zigzag_place_fake(x: Tensor, index: Tensor, dim: int, outer: int, ranks: in
     return x.new_empty([*x.shape[:dim], x.shape[dim] * ranks, *x.shape[dim + 1 :]])
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, int], output: Tensor) -> None:
-    _, index, ctx.dim, ctx.outer, ctx.ranks = inputs
-    ctx.save_for_backward(index)
-
-
-def _slice_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (index,) = ctx.saved_tensors
-    return zigzag_place(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
-
-
-def _place_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (index,) = ctx.saved_tensors
-    return zigzag_slice(grad, index, ctx.dim, ctx.outer, ctx.ranks), None, None, None, None
-
-
 zigzag_slice = define(
     "zigzag_slice(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
     _zigzag_slice,
     _zigzag_slice_fake,
-    setup=_setup,
-    backward=_slice_backward,
+    setup=keep_cut,
+    backward=adjoint("zigzag_place"),
 )
 zigzag_place = define(
     "zigzag_place(Tensor x, Tensor index, int dim, int outer, int ranks) -> Tensor",
     _zigzag_place,
     _zigzag_place_fake,
-    setup=_setup,
-    backward=_place_backward,
+    setup=keep_cut,
+    backward=adjoint("zigzag_slice"),
 )
 
 # ---- zigzag_exchange ---------------------------------------------------------------------------------------
