@@ -164,6 +164,7 @@ class Builder:
             value = self._insert(node, aten.full_like.default, (self._operand(handle), args[0]), {}, wanted)
         else:
             target = functional.functional_form(node.target, node)  # type: ignore[arg-type]
+            kwargs = {**functional.left_out(target, node), **kwargs}
             value = self._insert(node, target, (self._operand(handle), *args), kwargs)
             value = self._fit(node, value, wanted)
         functional.write(handle, value, node, self._emit)

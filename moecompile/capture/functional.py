@@ -135,10 +135,13 @@ def writes_first_argument(target: Any) -> bool:
 
 
 _FUNCTIONAL_NAMES = {"normal_": "normal_functional", "zero_": "zeros_like"}
+_FUNCTIONAL_FORMS = {aten.bernoulli_.float: aten.bernoulli.p}  # of another overload's name
 
 
 def functional_form(target: OpOverload, traced: Node) -> Any:
     """The operator that returns what the in-place ``target`` would have written."""
+    if target in _FUNCTIONAL_FORMS:
+        return _FUNCTIONAL_FORMS[target]
     name = target._schema.name.removeprefix("aten::")
     name = _FUNCTIONAL_NAMES.get(name) or (f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"))
     found = getattr(getattr(aten, name, None), target._overloadname or "default", None)
@@ -148,3 +151,14 @@ def functional_form(target: OpOverload, traced: Node) -> Any:
             f"returns a new tensor."
         )
     return found
+
+
+def left_out(target: OpOverload, traced: Node) -> dict[str, Any]:
+    """What ``target`` needs to be told and the in-place call leaves to its own defaults."""
+    own = {item.name: item.default_value for item in traced.target._schema.arguments}  # type: ignore[union-attr]
+    wanted = target._schema.arguments[len(traced.args) :]
+    return {
+        item.name: own[item.name]
+        for item in wanted
+        if not item.has_default_value() and item.name not in traced.kwargs and own.get(item.name) is not None
+    }

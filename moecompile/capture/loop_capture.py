@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.asserts import outcome_of_assert
 from moecompile.capture.counts import Counts, HostNumbers, rows_between
-from moecompile.capture.stock import columns_of_rows, covariance, gaussian_nll_loss
+from moecompile.capture.stock import REPLACED, columns_of_rows
 from moecompile.capture.where import current_line
 from moecompile.compat import pretend_at_least
 from moecompile.errors import CaptureError
@@ -152,9 +152,7 @@ class LoopCapture(TorchFunctionMode):
             "argsort": self._choice,
             "sort": self._choice,
             "max": self._choice,
-            "gaussian_nll_loss": gaussian_nll_loss,
-            "cov": covariance,
-            "corrcoef": covariance,
+            **REPLACED,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -49,3 +49,20 @@ def covariance(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return found
     spread = found.diagonal().sqrt()
     return (found / spread[:, None] / spread).clamp(-1, 1)
+
+
+def random_between(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`random_(from, to)`, whose graph torch cannot print: one of its arguments is a word of Python's."""
+    given = dict(zip(("self", "from", "to"), args, strict=False)) | kwargs
+    low, high = given.get("from"), given.get("to")
+    if not isinstance(low, int) or not isinstance(high, int) or given.keys() - {"self", "from", "to"}:
+        return func(*args, **kwargs)
+    return given["self"].random_(high - low).add_(low)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "gaussian_nll_loss": gaussian_nll_loss,
+    "cov": covariance,
+    "corrcoef": covariance,
+    "random_": random_between,
+}

@@ -57,7 +57,7 @@ def _emit_global_rows(walk: Walk, node: Node, decisions: dict[str, Decision]) ->
     cuts = (walk.place(item, axis) for item in source.args[:2])
     tokens = next((found for found in cuts if isinstance(found, Shard)), Shard(0))
     choices = meta.tensor(row_map).shape[0] // walk.axes[axis]  # type: ignore[arg-type]
-    return _with_cut(walk, node, axis, choices, tokens)
+    return _with_cut(walk, node, decisions, axis, choices, tokens)
 
 
 def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Node | None:
@@ -66,10 +66,10 @@ def _emit_uniform(walk: Walk, node: Node, decisions: dict[str, Decision]) -> Nod
         return None
     assert len(cut) == 1, "one axis is placed at a time"
     axis, placed = cut[0]
-    return _with_cut(walk, node, axis, placed.dim, placed)
+    return _with_cut(walk, node, decisions, axis, placed.dim, placed)
 
 
-def _with_cut(walk: Walk, node: Node, axis: str, what: int, cut: Shard) -> Node:
+def _with_cut(walk: Walk, node: Node, decisions: dict[str, Decision], axis: str, what: int, cut: Shard) -> Node:
     """The call with one more cut behind those that it has: index, what is cut and how, number of ranks, whether in zigzag."""
     given = arguments(node)
     operands = [item for item in node.args if isinstance(item, Node)]
@@ -78,7 +78,7 @@ def _with_cut(walk: Walk, node: Node, axis: str, what: int, cut: Shard) -> Node:
     lists = [[*given[name], one] for name, one in zip(names, (what, cut.outer), strict=True)]
     order = [*(zigzag or [False] * len(ranks)), cut.zigzag]
     offsets = [*(walk.env[item] for item in index if isinstance(item, Node)), walk.offset(axis)]
-    made = [walk.env[item] for item in operands]
+    made = [walk.operand(item, decisions) for item in operands]
     more = [order] if any(order) else []
     return walk.call(node.target, *made, offsets, *lists, [*ranks, walk.axes[axis]], *more, like=node)
 

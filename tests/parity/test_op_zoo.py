@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import moecompile as mc
 from moecompile.plan import Plan
-from tests.support import op_zoo_layers, op_zoo_losses, op_zoo_math, op_zoo_results
+from tests.support import op_zoo_layers, op_zoo_losses, op_zoo_math, op_zoo_random, op_zoo_results
 from tests.support.op_zoo import PLANS, Kind, Zoo, after, batch, plain_step, worst
 from tests.support.op_zoo_refused import REFUSED
 from tests.support.parity import ParityError, Step, global_norm
 
-TABLES = (op_zoo_layers.KINDS, op_zoo_math.KINDS, op_zoo_losses.KINDS, op_zoo_results.KINDS)
+TABLES = (op_zoo_layers.KINDS, op_zoo_math.KINDS, op_zoo_losses.KINDS, op_zoo_random.KINDS, op_zoo_results.KINDS)
 KINDS = {
     name: replace(kind, refused={**kind.refused, **REFUSED.get(name, {})})
     for table in TABLES
@@ -34,6 +34,10 @@ SAMPLE = {
     "long convolution": "cp2",
     "nn.RReLU random": "dp2 ep2",
     "Dropout random": "tp2 sp",
+    "drop path random": "dp4 ep2 etp2",
+    "token drop random": "dp4 ep2 etp2",
+    "bernoulli_ of a part random": "tp2 sp",
+    "multinomial with replacement random": "cp2",
     "cumsum of tokens": "dp4 ep2 etp2",
     "sort of the batch": "dp2 ep2",
     "segments": "dp4 ep2 etp2",

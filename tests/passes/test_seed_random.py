@@ -17,7 +17,7 @@ from tests.support.thinned import thinned
 
 
 class Noisy(nn.Module):
-    """Every random op that the pass knows, around a small MoE model."""
+    """The usual random ops around a small MoE model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,25 @@ class Dropping(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Rare(nn.Module):
+    """Other draws: in place, integers, choices, dropout of channels and of self-normalising layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.build(models.Config(style="ops", layers=1))
+        self.head = nn.Linear(models.VOCAB, models.VOCAB, dtype=torch.float64)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = F.one_hot(ids, models.VOCAB).double()
+        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7)
+        x = x * kept.div_(0.7) + 0.1 * torch.empty_like(x).normal_() + 0.1 * torch.normal(x, 0.5)
+        x = x * (torch.rand(ids.shape) > 0.2)[..., None] + 0.1 * torch.randint(0, 5, ids.shape)[..., None]
+        x = x + 0.1 * torch.multinomial(x.detach().softmax(-1).flatten(0, 1), 2).sum(-1).view_as(ids)[..., None]
+        logits = F.rrelu(F.alpha_dropout(F.dropout1d(self.head(x), 0.2), 0.2, True), training=True)
+        loss: Tensor = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return loss + self.inner(ids, labels)["loss"]
+
+
 def _run(model: nn.Module, plan: mc.Plan, seed: int) -> mc.simulate.Simulated:  # type: ignore[name-defined]
     batch = models.tokens(8, 8, 1, ignored=0.2)
     torch.manual_seed(seed)
@@ -78,7 +97,7 @@ PLANS = [
 
 LAYOUTS = {
     f"{name}-{plan}": (kind, plan)
-    for name, kind in (("every random op", Noisy), ("dropout everywhere", Dropping))
+    for name, kind in (("every random op", Noisy), ("dropout everywhere", Dropping), ("rare ones", Rare))
     for plan in PLANS
 }
 
@@ -153,6 +172,69 @@ def test_dropout_keeps_the_mean_and_the_rate() -> None:
     assert sorted(set(values.flatten().tolist())) == pytest.approx([0.0, 1 / 0.75])
     assert abs((values == 0).float().mean() - 0.25) < 0.02
     assert not torch.equal(*[output[0] for output in found.outputs]), "two ranks must not drop the same places"
+
+
+ONES = torch.full((64, 64, 64), 1.0)
+CHANCES = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat(1 << 16, 1)
+DRAWS = {
+    "normal": lambda x: torch.empty_like(x).normal_(2.0, 0.5),
+    "normal of tensors": lambda x: torch.normal(2 * x, x / 2),
+    "normal of a shape": lambda x: torch.normal(2.0, 0.5, x.shape),
+    "log normal": lambda x: torch.empty_like(x).log_normal_(0.1, 0.3),
+    "uniform": lambda x: torch.empty_like(x).uniform_(-1, 3),
+    "exponential": lambda x: torch.empty_like(x).exponential_(4.0),
+    "geometric": lambda x: torch.empty_like(x).geometric_(0.3),
+    "cauchy, its bulk": lambda x: torch.empty_like(x).cauchy_(1.0, 0.5).clamp(-1, 3),
+    "bernoulli": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli of chances": lambda x: torch.empty_like(x).bernoulli_(0.3 * x),
+    "random": lambda x: torch.empty_like(x).random_(7),
+    "random between": lambda x: torch.empty_like(x).random_(-3, 7),
+    "randint": lambda x: torch.randint(2, 9, x.shape).float(),
+    "randint of many": lambda x: torch.randint_like(x, 1 << 24),
+    "places of randperm": lambda x: torch.randperm(x.numel())[: x.numel() // 2].float(),
+    "multinomial, one": lambda x: torch.multinomial(CHANCES, 1).float(),
+    "multinomial, two": lambda x: torch.multinomial(CHANCES, 2).float(),
+    "multinomial, with replacement": lambda x: torch.multinomial(CHANCES, 3, True).float(),
+    "rrelu": lambda x: F.rrelu(-x, 0.1, 0.5, True),
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout2d": lambda x: F.dropout2d(x.reshape(4096, 64, 1, 1), 0.3),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, True),
+    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x, 0.3, True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_have_the_distribution_of_torchs(name: str) -> None:
+    """Mean, spread and extent of many, and the share of each where there are few, beside torch's own draw."""
+
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return DRAWS[name](x)
+
+    torch.manual_seed(0)
+    wanted = Drawn()(ONES)
+    program = mc.trace(Drawn(), mc.Plan(dp=1), (ONES,))
+    assert graphs.find(program.graph, ops.uniform), "drawn by torch's generator"
+    found = mc.simulate_ranks(Drawn(), mc.Plan(dp=1), [(ONES,)]).outputs[0][0]
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    spread = float(wanted.std())
+    assert abs(float(found.mean() - wanted.mean())) < 0.02 * spread and abs(float(found.std()) / spread - 1) < 0.03
+    found, wanted = found.float().round(decimals=4), wanted.float().round(decimals=4)
+    if len(values := wanted.unique()) < 12:
+        assert torch.equal(found.unique(), values)
+        shares = [torch.tensor([(item == one).float().mean() for one in values]) for item in (found, wanted)]
+        assert (shares[0] - shares[1]).abs().max() < 0.01
+    quantiles = [item.flatten().sort().values[:: item.numel() // 9][1:-1] for item in (found, wanted)]
+    torch.testing.assert_close(*quantiles, rtol=0.05, atol=0.05)
+
+
+def test_what_has_no_formula_is_refused() -> None:
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randint_like(x, 1 << 25)
+
+    with pytest.raises(mc.PassError, match="random numbers would differ from those of one process"):
+        mc.trace(Drawn(), mc.Plan(dp=2), (torch.zeros(2, 4),))
 
 
 def test_exponential_numbers_have_their_rate_and_are_never_zero() -> None:

@@ -13,8 +13,6 @@ from torch.nn.utils import parametrizations
 from tests.support.op_zoo import LENGTH, WIDTH, Kind, after, channels, layer, linear
 
 D, S = WIDTH, LENGTH
-# drawn by the op itself: one rank draws as one process does
-DRAWS = {"*": "whose random numbers would differ from those of one process", "dp1": ""}
 
 
 def _heads(x: Tensor, count: int = 2) -> Tensor:
@@ -229,7 +227,6 @@ KINDS: dict[str, Kind] = {
     "nn.Threshold": layer(lambda: nn.Sequential(linear(), nn.Threshold(0.1, 0.5))),
     "nn.GLU": layer(lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU())),
     "nn.PReLU of channels": channels(lambda: nn.PReLU(D)),
-    "nn.RReLU random": layer(lambda: nn.Sequential(linear(), nn.RReLU()), random=True, refused=DRAWS),
     **{
         f"nn.{kind.__name__} of the sequence": layer(lambda kind=kind: nn.Sequential(linear(), kind(dim=1)))
         for kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax)
@@ -291,18 +288,6 @@ KINDS: dict[str, Kind] = {
     "nn.Bilinear": Kind(lambda: nn.Bilinear(D, D, D), lambda m, x: m(x.contiguous(), x.contiguous())),
     "nn.CosineSimilarity": after(lambda h, x: nn.CosineSimilarity(-1)(h, x)[..., None] * x),
     "nn.PairwiseDistance": after(lambda h, x: nn.PairwiseDistance()(h, x)[..., None] * x),
-    # random ones
-    **{
-        f"{kind.__name__} random": layer(lambda kind=kind: nn.Sequential(linear(), kind(0.3)), random=True)
-        for kind in (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
-    },
-    "stochastic depth random": after(
-        lambda h, x: h * torch.empty(x.shape[0], 1, 1, dtype=x.dtype).bernoulli_(0.5), random=True
-    ),
-    "noise random": after(lambda h, x: h + 0.1 * torch.randn_like(h), random=True),
-    "gumbel_softmax random": after(lambda h, x: F.gumbel_softmax(h, dim=-1) * x, random=True),
-    "token drop random": after(lambda h, x: h * (torch.rand(x.shape[:2], dtype=x.dtype) > 0.3)[..., None], random=True),
-    "randperm random": after(lambda h, x: h[:, torch.randperm(S)], random=True),
     # embeddings
     "nn.Embedding of ids": Kind(lambda: nn.Embedding(16, D), lambda m, x, ids: m(ids), with_ids=True),
     "nn.Embedding of hashes": Kind(

@@ -7,11 +7,9 @@ _FOUR_RANKS = "dp4 ep2 etp2"  # one sequence a rank: a dim of size 1 may be any
 
 # By plan, as `Kind.refused` says; under `_FOUR_RANKS` alone stand false alarms and ops whose rule does not localise a call.
 REFUSED: dict[str, dict[str, str]] = {
-    "AlphaDropout random": _DRAWS,
-    "Dropout1d random": _DRAWS,
-    "randperm random": _DRAWS,
     "spectral_norm": {"*": "writes into buffer 'part.parametrizations.weight.0._u'"},
-    "stochastic depth random": {"*": "aten.bernoulli_.float has no functional form"},
+    "beta random": _DRAWS,
+    "poisson random": _DRAWS,
     "nn.Embedding max_norm": {"*": "writes into parameter 'part.weight'"},
     "nn.Transformer": {"*": "a branch, a size or a number depends on tensor values"},
     "hook": {"*": "hooks the gradient of a tensor"},
@@ -19,7 +17,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "func.jvp": {"*": "takes a derivative with torch.func"},
     "func.vjp": {"*": "takes a derivative with torch.func"},
     "func.jacrev of rows": {"*": "takes a derivative with torch.func"},
-    "token drop random": {"dp1": "", "*": "its rule does not localise the call"},
     "argmax of the batch": {"*": "Could not guard on data-dependent expression"},
     "delta rule": {_FOUR_RANKS: "a sum still to be taken over the ranks, together with"},
     "soft slots": {_FOUR_RANKS: "takes a sum still to be taken over the ranks"},
