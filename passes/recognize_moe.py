@@ -24,7 +24,9 @@ from moecompile.recognition import ACCEPTED, find_layers
 from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
 from moecompile.recognition.rowwise import is_linear
+from moecompile.recognition.scaled_gathers import scale_before_gathers
 from moecompile.recognition.several_factors import as_pairs
+from moecompile.recognition.summed_experts import weigh_behind
 from moecompile.recognition.unjoin import unjoin
 from moecompile.recognition.unrouted import Unrouted, find_lookups, find_parallel
 from moecompile.recognition.write import Writer
@@ -48,6 +50,8 @@ class RecognizeMoe(Pass):
                 program.layers.append(_canonical_record(permute, dict(program.items())))
         as_products(graph.graph, ctx.mode)
         as_pairs(graph.graph, ctx.mode)
+        weigh_behind(graph.graph, ctx.mode)
+        scale_before_gathers(graph.graph, ctx.mode)
         unjoin(graph.graph, ctx.mode)
         unrouted: list[Unrouted] = []
         layers = find_layers(graph.graph, dict(program.items()), program.constants, unrouted)

@@ -35,6 +35,8 @@ _SAME_SHAPE = frozenset(
         aten.view.default,
         aten.reshape.default,
         aten._unsafe_view.default,
+        aten.view_as.default,
+        aten.reshape_as.default,
         aten.expand.default,
         aten.slice.Tensor,
         aten.squeeze.dim,
@@ -76,3 +78,11 @@ def as_conversion(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
     if out.device != given.device:
         changes["device"] = out.device
     return aten._to_copy.default, (node.args[0],), changes
+
+
+def as_reshape(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """A view in the shape of another tensor as a reshape, where that shape is known; None for other calls."""
+    if node.target not in (aten.view_as.default, aten.reshape_as.default):
+        return None
+    shape = list(meta.tensor(node).shape)
+    return (aten.reshape.default, (node.args[0], shape), {}) if all(type(size) is int for size in shape) else None

@@ -204,7 +204,8 @@ def _is_statistic(node: Node, num_tokens: int) -> bool:
     if not meta.is_tensor(node):
         return False
     found = meta.tensor(node)
-    return found.dim() == 0 or (node.target in _REDUCTIONS and found.numel() < num_tokens)
+    size = found.numel()  # of an expert's tokens the number is not known
+    return found.dim() == 0 or (node.target in _REDUCTIONS and isinstance(size, int) and size < num_tokens)
 
 
 def _prepares_another(region: Region, proposal: Proposal, choices: list[Choice]) -> bool:

@@ -12,6 +12,7 @@ from tests.support import moe_styles as styles
 from tests.support.moe_odd_styles import ODD
 from tests.support.moe_published_styles import PUBLISHED
 from tests.support.moe_stacked_styles import STACKED
+from tests.support.moe_weight_styles import WEIGHED
 from tests.support.moe_wider_styles import WIDER
 from tests.support.parity import Batch, LockStep, compare, plain
 
@@ -42,7 +43,7 @@ def batch(seed: int) -> Batch:
     return {"x": draw[0], "labels": draw[1]}
 
 
-STYLES = [*styles.SEPARATE, *STACKED, *WIDER, *ODD, *PUBLISHED]
+STYLES = [*styles.SEPARATE, *STACKED, *WIDER, *ODD, *PUBLISHED, *WEIGHED]
 
 
 @pytest.mark.parametrize("kind", STYLES, ids=lambda kind: kind.__name__)
@@ -53,3 +54,15 @@ def test_style(kind: type[styles.Layer]) -> None:
     run = LockStep(model_of(kind), PLAN, batches[0])
     assert len([node for node in run.program.graph.nodes if node.target is ops.dispatch]) >= 1
     compare(run.run(batches), reference, zero=idle)
+
+
+FOLDED = (Plan(dp=4, ep=2, etp=2), Plan(dp=1, tp=2, ep=2))
+
+
+@pytest.mark.parametrize("plan", FOLDED, ids=str)
+@pytest.mark.parametrize("kind", WEIGHED, ids=lambda kind: kind.__name__)
+def test_weights_under_other_plans(kind: type[styles.Layer], plan: Plan) -> None:
+    batches = [batch(0)]
+    reference = plain(model_of(kind), batches)
+    idle = [name for name, grad in reference.steps[0].grads.items() if not grad.any()]
+    compare(LockStep(model_of(kind), plan, batches[0]).run(batches), reference, zero=idle)

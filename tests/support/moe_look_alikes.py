@@ -225,6 +225,30 @@ class RareClamp(Layer):
         return y
 
 
+class ScaledDifferently(Layer):
+    """Each expert's weights have a factor of their own, written into the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, (1 + 0.5 * e) * w[t, k][:, None] * expert(x[t]))
+        return y
+
+
+class NormalisedInLoop(Layer):
+    """The sum of a token's weights is taken where an expert has picked its tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.gate(x).softmax(-1).topk(self.top_k)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y.index_add_(0, t, (w[t, k] / w[t].sum(-1))[:, None] * expert(x[t]))
+        return y
+
+
 REFUSED: dict[type[Layer], str] = {
     RareGuard: "does more than choose weights",
     RareClamp: "applies a nonlinear function",
@@ -244,6 +268,8 @@ REFUSED: dict[type[Layer], str] = {
     FrozenSome: "freeze",
     ExpertBetween: "come before or behind",
     Threshold: "not recognised",
+    ScaledDifferently: "on probes",
+    NormalisedInLoop: "on probes",
     GatheredWeights: "gathers a whole weight for each token",
 }
 
