@@ -18,8 +18,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "func.vjp": {"*": "takes a derivative with torch.func"},
     "func.jacrev of rows": {"*": "takes a derivative with torch.func"},
     "argmax of the batch": {"*": "Could not guard on data-dependent expression"},
-    "delta rule": {_FOUR_RANKS: "a sum still to be taken over the ranks, together with"},
     "soft slots": {_FOUR_RANKS: "takes a sum still to be taken over the ranks"},
     "std of the batch": {_FOUR_RANKS: "takes the whole of .* together with an operand that is cut in dim 0"},
-    "einsum of any dims": {_FOUR_RANKS: "multiplies operands that do not lie alike"},
 }

@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
 
 
 # linear in all tensor operands at once, in any one of them, in the first
-_ALL = words("aten.add aten.sub aten.subtract aten.rsub aten.where aten.add_ aten.sub_ aten.complex aten.copy")
+_ALL = words("aten.add aten.sub aten.subtract aten.rsub aten.where aten.add_ aten.sub_ aten.complex")
 _ONE = words("aten.mul aten.multiply aten.mul_")
 _FIRST = words(
     """
@@ -122,6 +122,12 @@ def _where(call: Call) -> Options:
 def _masked_fill(call: Call) -> Options:
     zero = call["value"] == 0
     return only(together(call, [call["self"], call["mask"]], "first" if zero else ""))
+
+
+def _copy(call: Call) -> Options | list[Options]:
+    """What is written over every element; what stood there does not count."""
+    source = call["src"]
+    return only(plain(call.of(source))) if call.shape(source) == call.shape(call["self"]) else _linear("all")(call)
 
 
 def _cast(call: Call) -> Options:
@@ -224,6 +230,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_NEVER, nonlinear),
     **dict.fromkeys(_CASTS, _cast),
     "aten.add": _add,
+    "aten.copy": _copy,
     "aten.sub": _subtract,
     "aten.eq": _equal,
     "aten.where": _where,

@@ -88,7 +88,7 @@ def _scatter(call: Call) -> Options:
     """scatter, scatter_add: index and source have the dims of the tensor; a zero tensor lies as they do."""
     target, ids = plain(call.of(call["self"])), plain(call.of(call["index"]))
     value = call.args.get("src", call.args.get("value"))
-    source = plain(call.of(value)) if isinstance(value, Node) else FILLED
+    source = plain(call.of(value)) if isinstance(value, Node) else ZERO if value == 0 else FILLED
     if not {target.kind, ids.kind, source.kind} <= _KNOWN | set(_WITH_ROWS):
         return only(UNKNOWN)
     dim = call.dim("dim", call["self"])
@@ -96,8 +96,8 @@ def _scatter(call: Call) -> Options:
         raise ConflictError(f"writes to places that are {ids}")
     if source.kind in _TERMS or target.kind in _TERMS:
         terms = [item for item in (target, source) if item.kind is not Kind.ZERO]
-        adds = call.name in ("aten.scatter_add",) or target.kind is Kind.ZERO
-        if ids.kind is Kind.SAME and len(set(terms)) == 1 and adds:
+        adds = call.name in ("aten.scatter_add",) or Kind.ZERO in (target.kind, source.kind)
+        if ids.kind in (Kind.SAME, Kind.ZERO) and len(set(terms)) == 1 and adds:
             return only(terms[0])
         if ids.kind is not Kind.CUT or ids.dim != dim:
             raise ConflictError(f"writes {source} into a tensor that is {target}")

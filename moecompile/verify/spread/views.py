@@ -59,22 +59,40 @@ def _of_batches(call: Call, reading: Reading, old: Sequence[int], new: Sequence[
         return ()
     if len(new) == 3 and old[reading.dim] == 1 and _read_by_products(call.node):
         return only(cut(0, new[0]))
-    if len(old) == 3 and reading == cut(0, old[0]) and _is_product(source_of(call)):
+    if len(old) == 3 and reading.dim == _batch_dim(source_of(call)) and reading == cut(reading.dim, old[reading.dim]):
         return tuple(cut(dim) for dim, size in enumerate(new) if size == 1)
     return ()
 
 
 def _read_by_products(node: Node) -> bool:
-    """Whether only products of batches read a value, transposed or as it is."""
+    """Whether only products of batches read a value, turned or as it is."""
     return bool(node.users) and all(
-        _is(user, "aten.bmm") or (_is(user, "aten.transpose") and _read_by_products(user)) for user in node.users
+        _is(user, "aten.bmm") or (_order(user) is not None and _read_by_products(user)) for user in node.users
     )
 
 
-def _is_product(node: Node) -> bool:
-    """Whether a value is a product of batches, transposed or as it is."""
-    turned = _is(node, "aten.transpose") and isinstance(node.args[0], Node)
-    return _is_product(node.args[0]) if turned else _is(node, "aten.bmm")  # type: ignore[arg-type]
+def _batch_dim(node: Node) -> int | None:
+    """Where a product of batches that was turned has its batch; None for any other value."""
+    order = _order(node)
+    if order is None:
+        return 0 if _is(node, "aten.bmm") else None
+    inner = _batch_dim(node.args[0])  # type: ignore[arg-type]
+    return None if inner is None else order.index(inner)
+
+
+def _order(node: Node) -> list[int] | None:
+    """``order[new]`` is the old dim of a value of three dims that is turned; None for other calls."""
+    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node) or meta.has_placements(node):
+        return None
+    dims: Any = node.args[1:]
+    if _is(node, "aten.permute") and len(dims[0]) == 3:
+        return [int(dim) % 3 for dim in dims[0]]
+    if _is(node, "aten.transpose") and meta.is_tensor(node) and meta.tensor(node).dim() == 3:
+        order = [0, 1, 2]
+        one, other = (int(dim) % 3 for dim in dims[:2])
+        order[one], order[other] = order[other], order[one]
+        return order
+    return None
 
 
 def _is(node: Node, name: str) -> bool:
@@ -143,7 +161,12 @@ def _permute(call: Call) -> Options:
     source = source_of(call)
     ndim = len(call.shape(source))
     dims = [int(dim) % ndim for dim in call["dims"]]
-    return reordered(call, plain_view(call.of(source)), dims)
+    reading = plain_view(call.of(source))
+    return tuple(
+        dict.fromkeys(
+            (*reordered(call, reading, dims), *_of_batches(call, reading, call.shape(source), call.out_shape))
+        )
+    )
 
 
 def _transpose(call: Call) -> Options:
