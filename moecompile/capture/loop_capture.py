@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from moecompile.capture.asserts import outcome_of_assert
 from moecompile.capture.counts import Counts, HostNumbers, rows_between
-from moecompile.capture.stock import REPLACED, columns_of_rows
+from moecompile.capture.stock import REPLACED, columns_of_rows, written
 from moecompile.capture.where import current_line
 from moecompile.compat import pretend_at_least
 from moecompile.errors import CaptureError
@@ -157,6 +157,8 @@ class LoopCapture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return written(func, lambda **rest: self.__torch_function__(func, types, args, rest), args, kwargs)
         name = getattr(func, "__name__", "")
         key = name.strip("_") if name.startswith("__") else name
         if (_COMPARISONS.get(key, key), 0) in _OUTCOMES or (_COMPARISONS.get(key, key), 1) in _OUTCOMES:

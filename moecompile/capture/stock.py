@@ -60,6 +60,17 @@ def random_between(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return given["self"].random_(high - low).add_(low)
 
 
+def written(func: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with ``out=``, as a call and a copy; ``call`` makes it. As it is where torch itself would change more than values."""
+    out, rest = kwargs["out"], {name: item for name, item in kwargs.items() if name != "out"}
+    if torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in (*args, out)):
+        return func(*args, **kwargs)  # an error of torch
+    made = call(**rest)
+    if not isinstance(made, Tensor) or made.shape != out.shape or made.dtype != out.dtype:
+        return func(*args, **kwargs)
+    return out.copy_(made)
+
+
 REPLACED: dict[str, Callable[..., Any]] = {
     "gaussian_nll_loss": gaussian_nll_loss,
     "cov": covariance,

@@ -15,7 +15,7 @@ SEQUENCE = {
     "cp2": Plan(dp=1, cp=2, ep=2),
     "dp2-cp2": Plan(dp=2, cp=2, ep=4),
 }
-FAST = (models.Steps, models.Load, models.MeanReassigned, models.Norm)
+FAST = (models.Steps, models.Load, models.MeanReassigned, models.MeanByOut, models.Norm, models.Spectral)
 
 
 def kinds(*fast: type[models.Layer]) -> list[object]:

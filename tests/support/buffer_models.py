@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.moe_styles import EXPERTS, MLP, TOP_K, WIDTH
@@ -169,6 +170,30 @@ class MovingBias(Layer):
             self.bias += 0.05 * torch.sign(load.mean() - load)
 
 
+class MeanByOut(Layer):
+    """A running mean over the tokens, written by ``out=``."""
+
+    def make(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.lerp(self.mean, x.mean((0, 1)), 0.1, out=self.mean)
+        return super().forward(x - self.mean)
+
+
+class Spectral(Layer):
+    """A router whose weight has norm one: each forward takes a step towards its largest singular vectors, which are buffers."""
+
+    def make(self) -> None:
+        self.gate = parametrizations.spectral_norm(nn.Linear(WIDTH, EXPERTS, bias=False))
+        self.out = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(super().forward(x))
+        return found
+
+
 class Checkpointed(Layer):
     """Counts inside of activation checkpointing; only values that the recomputation does not change."""
 
@@ -189,7 +214,7 @@ class Checkpointed(Layer):
 
 KINDS: list[type[Layer]] = [
     Steps, Load, LoadByOneHot, LoadByScatter, LoadInParts, Mean, MeanReassigned, Norm, NormOfChannels, NormWithoutTrack, MovingBias,
-    LoadByLength,
+    LoadByLength, MeanByOut, Spectral,
 ]  # fmt: skip
 
 

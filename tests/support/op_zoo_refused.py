@@ -7,7 +7,6 @@ _FOUR_RANKS = "dp4 ep2 etp2"  # one sequence a rank: a dim of size 1 may be any
 
 # By plan, as `Kind.refused` says; under `_FOUR_RANKS` alone stand false alarms and ops whose rule does not localise a call.
 REFUSED: dict[str, dict[str, str]] = {
-    "spectral_norm": {"*": "writes into buffer 'part.parametrizations.weight.0._u'"},
     "beta random": _DRAWS,
     "poisson random": _DRAWS,
     "nn.Embedding max_norm": {"*": "writes into parameter 'part.weight'"},
