@@ -186,7 +186,7 @@ class _Walk:
             and len(self.shapes[node]) == 1
             and any(len(self.values[item]) > 1 for item in operands)
         ):
-            self.values[node] = (self._packed(node.args[0]),)
+            self.values[node] = (self._packed(node.args[0]), *self._whole(node.args[0]))
             self.coverage.ops += 1
             self.coverage.proved += not _is_unknown(self.values[node])
             return
@@ -217,6 +217,11 @@ class _Walk:
             for at in range(len(self.digits.sizes))
         ]
         return tuple(packed(part) for part in parts)
+
+    def _whole(self, items: Any) -> Value:
+        """They are whole together where each may be."""
+        may_be = all(any(all(part.kind is Kind.SAME for part in way) for way in self.values[item]) for item in items)
+        return ((SAME,) * len(self.digits.sizes),) if may_be else ()
 
     def _nothing(self) -> tuple[Reading, ...]:
         return (UNKNOWN,) * len(self.digits.sizes)
