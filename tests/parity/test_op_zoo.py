@@ -51,6 +51,8 @@ SAMPLE = {
     "loss masked by tokens": "dp4 ep2 etp2",
     "loss where index": "dp2 ep2",
     "loss ctc_loss": "dp2 ep2",
+    "last sequence": "dp4 ep2 etp2",
+    "std of the batch": "dp4 ep2 etp2",
     "loss lovasz": "tp2 sp",
     "loss barlow": "tp2 sp",
     "loss grpo": "dp2 ep2",

@@ -366,7 +366,6 @@ _MODULES: dict[str, Kind] = {
 # a backward that is no linear function of the gradient, and what the proof of places does not follow
 _REFUSED: dict[str, dict[str, str]] = {
     "custom function of the batch": {"*": "to the incoming gradient in a way that is not linear in it"},
-    "last sequence": {"dp4 ep2 etp2": "only a sum of parts may be taken"},
 }
 
 KINDS: dict[str, Kind] = {

@@ -18,5 +18,4 @@ REFUSED: dict[str, dict[str, str]] = {
     "func.jacrev of rows": {"*": "takes a derivative with torch.func"},
     "argmax of the batch": {"*": "Could not guard on data-dependent expression"},
     "soft slots": {_FOUR_RANKS: "takes a sum still to be taken over the ranks"},
-    "std of the batch": {_FOUR_RANKS: "takes the whole of .* together with an operand that is cut in dim 0"},
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ... import meta
 from ...graph import arguments
 from ...placement.types import Shard
 from .digits import Digits
@@ -150,7 +151,7 @@ def together(call: Call, operands: Sequence[Any], linear: str = "") -> Reading:
     (``one``), in the first (``first``), or never.
     """
     items = [item for item in operands if isinstance(item, Node) and item in call.now]
-    readings = [plain(call.of(item)) for item in items]
+    readings = [_of_one_row(call, item, plain(call.of(item))) for item in items]
     kinds = {reading.kind for reading in readings}
     if len(items) == 1 and linear and kinds <= RINGS:
         return readings[0]
@@ -168,6 +169,17 @@ def together(call: Call, operands: Sequence[Any], linear: str = "") -> Reading:
     for item, reading in zip(items, readings, strict=True):
         bits &= _spread(call.shape(item), call.out_shape, reading.dim if reading.kind is Kind.SAME else ALL_DIMS)
     return Reading(Kind.SAME, bits if bits == ALL_DIMS else bits & ((1 << ndim) - 1))
+
+
+def _of_one_row(call: Call, item: Node, reading: Reading) -> Reading:
+    """The one row of this rank that a backward makes longer is its term of a sum: autograd, which sums over what was broadcast, leaves a
+    sum of one element out.
+    """
+    shape, out = call.shape(item), call.out_shape
+    if reading.kind is not Kind.CUT or meta.direction(call.node) is not meta.Direction.BACKWARD:
+        return reading
+    longer = shape[reading.dim] == 1 < out[len(out) - len(shape) + reading.dim]
+    return SUM if longer else reading
 
 
 def _spread(shape: Sequence[int], out: Sequence[int], bits: int) -> int:

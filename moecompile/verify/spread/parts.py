@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from .call import Call, Rule, only
 from .elementwise import words
-from .readings import SAME, UNKNOWN, ConflictError, Kind, Options, Reading, cut, same
-from .views import WITH_ROWS, plain_view, reordered, source_of
+from .readings import SAME, SUM, UNKNOWN, ConflictError, Kind, Options, Reading, cut, same
+from .views import WITH_ROWS, is_backward, plain_view, reordered, source_of
 
 
 def part(call: Call, reading: Reading, dim: int, start: int, stop: int) -> Reading:
@@ -146,7 +146,9 @@ def _slice_backward(call: Call) -> Options:
     inner = call.shape(source)[dim] // reading.outer
     if any(not isinstance(at, int) or at % inner for at in (bounds[0], min(bounds[1], sizes[dim]))):
         raise ConflictError(f"puts a part back into dim {dim}, which is {reading}")
-    return only(cut(dim, sizes[dim] // inner, reading.zigzag))
+    stripes = cut(dim, sizes[dim] // inner, reading.zigzag)
+    # of one row autograd leaves the sum over what was broadcast out, as in `views._drops_one_row`
+    return (stripes, SUM) if is_backward(call) and call.shape(source)[dim] == 1 else only(stripes)
 
 
 RULES: dict[str, Rule] = {
