@@ -89,7 +89,7 @@ def check_grouped_mlp(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_o
 
 def _grouped_mlp_fake(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor]:
     check_grouped_mlp(rows, tokens_per_expert, w_in, w_out)
-    return rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(rows.shape[0], w_in.shape[1])
+    return rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(2, rows.shape[0], w_out.shape[2])
 
 
 def _grouped_mlp_backward_fake(
@@ -104,7 +104,7 @@ def _grouped_mlp_backward_fake(
     )
 
 
-# grouped_linear(swiglu(h), w_out) of h = grouped_linear(rows, w_in), which the backward takes
+# grouped_linear(swiglu(h), w_out) of h = grouped_linear(rows, w_in); the backward takes h as [2, R, F], gate and up
 grouped_mlp = _define(
     "grouped_mlp(Tensor rows, Tensor tokens_per_expert, Tensor w_in, Tensor w_out) -> (Tensor y, Tensor h)",
     _grouped_mlp_fake,
