@@ -154,6 +154,29 @@ class Backwards(nn.Module):
         return out
 
 
+class Beside(nn.Module):
+    """Layers beside lists of as many smaller modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = (nn.ModuleList(nn.LayerNorm(4) for _ in range(2)) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for before, gate, layer, behind in zip(self.before, self.gates, self.layers, self.behind, strict=True):
+            x = behind(x + gate(x) * layer(before(x)))
+        return x.square().sum()
+
+
+def test_of_lists_of_one_length_the_one_that_computes_more_holds_the_layers() -> None:
+    """The same on every rank: not what a set happens to give first."""
+    found = mc.trace(Beside(), replace(PLAN, layout="Ett|L"), (torch.randn(4, 4),))
+    held = holders(found)
+    assert held["layers.1.0.weight"] == held["layers.1.2.weight"] == held["gates.1.weight"] == (0,)
+    assert held["behind.1.weight"] == (1,)
+
+
 def test_layers_that_cannot_be_found_say_how_to_name_them() -> None:
     with pytest.raises(
         PassError, match=r"keep the layers in an nn.ModuleList, as in .*split-stages\{layers=model.layers\}"
