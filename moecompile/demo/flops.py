@@ -113,6 +113,8 @@ _RULES: dict[Any, Rule] = {
     ops.cpu.grouped_linear_wgrad: _grouped_wgrad,
     ops.cpu.grouped_mlp: _grouped_mlp(1, 0),
     ops.cpu.grouped_mlp_backward: _grouped_mlp(2, 1),
+    ops.cpu.causal_attention: _attention(2, 0),
+    ops.cpu.causal_attention_backward: _attention(4, 1),
     aten.scaled_dot_product_attention.default: _attention(2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0),
     # scores again, and the gradients of scores, values, queries and keys
