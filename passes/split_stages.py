@@ -17,9 +17,9 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from moecompile import flops, meta, ops
 from moecompile import graph as graphs
 from moecompile import layout as layouts
-from moecompile import meta
 from moecompile.errors import PassError
 from moecompile.layout import Layout
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
@@ -96,22 +96,38 @@ def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:
     pp, text = ctx.plan.pp, ctx.plan.layout
     if text is None or text == layouts.EVEN:
         return layouts.even(number, pp)
-    if text == layouts.BALANCED:
-        costs = [0.0] * number
-        rest = {
-            node: float(meta.tensor(node).numel()) for node, item in ctx.program.items() if item.kind is InputKind.PARAM
-        }
-        outside, ahead = [0.0, 0.0], [graphs.ancestors(*(node for node, at in found.items() if at == 0))]
-        for node, size in rest.items():
-            readers = [found[user] for user in node.users if user in found]
+    if text in (layouts.BALANCED, layouts.BALANCED_FLOPS):
+        price = _sizes(ctx.program) if text == layouts.BALANCED else _work(ctx.program)
+        costs, first, last = [0.0] * number, 0.0, 0.0
+        ahead = graphs.ancestors(*(node for node, at in found.items() if at == 0))
+        for node, cost in price.items():
+            readers = [found[user] for user in (node, *node.users) if user in found]
             if readers:
-                costs[readers[0]] += size
+                costs[readers[0]] += cost
+            elif node in ahead:
+                first += cost
             else:
-                outside[not any(node in before for before in ahead)] += size
-        return layouts.balanced(costs, pp, *outside)
+                last += cost
+        return layouts.balanced(costs, pp, first, last)
     layout = layouts.parse(text)
     layouts.check(layout, pp, number)
     return layout
+
+
+def _sizes(program: Program) -> dict[Node, float]:
+    """Elements of every parameter."""
+    return {node: float(meta.tensor(node).numel()) for node, item in program.items() if item.kind is InputKind.PARAM}
+
+
+def _work(program: Program) -> dict[Node, float]:
+    """FLOPs of every call; experts take as many rows as their layer's tokens choose, which is the mean over the ranks."""
+    found, rows = dict[Node, float](), 0
+    for node in program.graph.nodes:
+        if node.target is ops.permute:
+            rows = meta.tensor(node.args[1]).numel()
+        if node.op == "call_function":
+            found[node] = float(flops.of(node, rows))
+    return found
 
 
 def _tag(program: Program, fixed: dict[Node, int], found: dict[Node, int], number: int, last: int) -> None:

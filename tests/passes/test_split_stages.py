@@ -20,7 +20,7 @@ from moecompile.plan import Plan
 from moecompile.printer import graph_text
 from moecompile.program import OutputKind, Program
 from moecompile.stages import Stage, cut_stages, holders
-from tests.support import golden
+from tests.support import buffer_models, golden
 from tests.support import golden as golden_support
 from tests.support.models import Config, build, tokens
 
@@ -124,10 +124,54 @@ def test_nothing_changes_without_stages() -> None:
         cut_stages(found)
 
 
-def test_balanced_by_parameters() -> None:
-    config = replace(CONFIG, tied=False, layers=4)
-    found = program(config, replace(PLAN, layout="balanced")).layout
-    assert found is not None and found.num_layers == 4
+class Step(nn.Module):
+    """A linear that runs some times over, and a table of which one row is read."""
+
+    def __init__(self, rows: int, times: int) -> None:
+        super().__init__()
+        self.linear, self.table, self.times = nn.Linear(4, 4), nn.Parameter(torch.ones(rows, 4)), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.linear(x)
+        return x + self.table[0]
+
+
+class Unlike(nn.Module):
+    """The first layer has the most weights, the last one computes the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Step(*sizes) for sizes in ((64, 1), (1, 1), (1, 1), (1, 1), (1, 7)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("layout", "found"), [("even", "Et*3|ttL"), ("balanced", "Et|t*4,L"), ("balanced-flops", "Et*4|tL")]
+)
+def test_layers_are_balanced_by_parameters_or_by_flops(layout: str, found: str) -> None:
+    assert str(mc.trace(Unlike(), replace(PLAN, layout=layout), (torch.randn(4, 4),)).layout) == found
+
+
+def test_experts_count_for_the_rows_that_they_take() -> None:
+    """Their number is known at run time only: as many as the tokens choose. A layer of experts is dearer than two linears."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([*(nn.Linear(8, 8) for _ in range(3)), buffer_models.Layer()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().sum()
+
+    found = mc.trace(Mixed().double(), replace(PLAN, layout="balanced-flops"), (buffer_models.batch()["x"],))
+    assert str(found.layout) == "Et*3|tL"
 
 
 class Bare(nn.Module):
