@@ -20,6 +20,7 @@ from moecompile.plan import Plan
 from moecompile.printer import graph_text
 from moecompile.program import OutputKind, Program
 from moecompile.stages import Stage, cut_stages, holders
+from moecompile.tracing import stitch
 from tests.support import buffer_models, golden
 from tests.support import golden as golden_support
 from tests.support.models import Config, build, tokens
@@ -148,6 +149,23 @@ class Unlike(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().sum()
+
+
+def test_equal_layers_of_several_stages_are_traced_once_for_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    original = stitch.trace
+    monkeypatch.setattr(stitch, "trace", lambda *args: traced.append(len(args[0].nodes)) or original(*args))
+    model = Unlike()
+    model.layers = nn.ModuleList(Step(2, 1) for _ in range(6))
+    counts, nodes = [], []
+    for pp, microbatches in ((2, 2), (3, 3), (6, 6), (2, 8)):
+        traced.clear()
+        found = mc.trace(model, Plan(dp=1, pp=pp, microbatches=microbatches), (torch.randn(24, 4),))
+        assert len({meta.stage(node) for node in found.graph.nodes if node.op == "call_function"}) == pp
+        counts.append(len(traced))
+        nodes.append(len(found.graph.nodes))
+    assert counts == counts[:1] * 4 and counts[0] < 6
+    assert nodes == nodes[:1] * 4
 
 
 @pytest.mark.parametrize(
