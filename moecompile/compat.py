@@ -117,8 +117,12 @@ def code_when_asked() -> AbstractContextManager[None]:
 def empty_fake(
     mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What ``torch.empty_strided`` gives under the mode, without the way there through the dispatcher; no mode may be active."""
-    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    """What ``empty_strided`` gives under the mode, without the way there through the dispatcher; no dispatch mode may be active.
+
+    A mode of torch functions that the caller is in (such as one that replaces types) does not see the call.
+    """
+    with torch._C.DisableTorchFunction():
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

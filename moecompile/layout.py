@@ -17,7 +17,7 @@ from moecompile.errors import PlanError
 _CELLS = "EtmL"
 _NAMES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _MOST_STAGES = 100_000
-EVEN, BALANCED = "even", "balanced"
+EVEN, BALANCED, BALANCED_FLOPS = "even", "balanced", "balanced-flops"  # what a layout may be in place of text
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def check_plan(pp: int, layout: str | None, schedule: str | None, microbatches: 
     if schedule not in SCHEDULES:
         raise PlanError(f"Plan(schedule={schedule!r}): schedule must be one of {', '.join(map(repr, SCHEDULES))}.")
     chunks = 1
-    if layout is not None and layout not in (EVEN, BALANCED):
+    if layout is not None and layout not in (EVEN, BALANCED, BALANCED_FLOPS):
         found = parse(layout)
         check(found, pp)
         chunks = len(found.stages) // pp

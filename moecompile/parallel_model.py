@@ -400,6 +400,7 @@ def call_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             else repr(leaf)
         )
     lines.append(f"grad {torch.is_grad_enabled()}, deterministic {torch.are_deterministic_algorithms_enabled()}")
+    lines.append(f"new tensors {torch.get_default_dtype()} on {torch.get_default_device().type}")
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             lines.append(f"autocast {device} {torch.get_autocast_dtype(device)}")

@@ -110,6 +110,8 @@ def _outputs(program: Program, found: Mapping[tuple[int, int], Any]) -> list[Any
         values = [found[place, at] for at in range(program.plan.microbatches) if (place, at) in found]
         if item.kind is OutputKind.USER:
             outputs.append(_joined(item, values) if values else None)
+        elif item.kind is OutputKind.BUFFER:
+            outputs.append(values[-1] if values else None)
         else:
             fake = meta.tensor(node)
             outputs.append(sum(values, start=torch.zeros(fake.shape, dtype=fake.dtype)))
@@ -122,12 +124,16 @@ def _joined(item: Output, values: list[Tensor]) -> Tensor:
 
 
 def _add_stages(program: Program, outputs: list[list[Any]]) -> None:
-    """The loss on all stages; each gradient summed over all stages that read its parameter, then over what holds it whole."""
+    """The loss and what is left in buffers on all stages; each gradient summed over those that read its parameter, then over its axes."""
     mesh, inputs = program.mesh, {item.name: item for item in program.inputs}
     places: dict[tuple[str, ...], list[int]] = {}
     for place, item in enumerate(program.outputs):
         if item.kind is OutputKind.LOSS:
             _sum(outputs, [place], "pp", program)
+        elif item.kind is OutputKind.BUFFER:
+            for rank, own in enumerate(outputs):
+                peers = [outputs[peer][place] for peer in mesh.group_ranks("pp", rank)]
+                own[place] = next(value for value in peers if value is not None)
         elif item.kind is OutputKind.GRAD:
             places.setdefault(inputs[item.name].fqns, []).append(place)
     for same in places.values():

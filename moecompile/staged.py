@@ -91,12 +91,15 @@ class StagedCall(CompiledCall):
             at: [None] * self.parts for stage in self._own for at in stage.outputs if items[at].kind is OutputKind.USER
         }
         totals: dict[int, Tensor] = {}
+        left: dict[int, Tensor] = {}  # in buffers, by the last microbatch
 
         def collect(chunk: int, values: dict[int, Any]) -> None:
             known = [at for at in values if at in totals]
             for at in values:
                 if at in found:
                     found[at][chunk] = values[at]
+                elif items[at].kind is OutputKind.BUFFER:
+                    left.update({at: values[at]} if chunk == self.parts - 1 else {})
                 elif at not in totals:
                     totals[at] = values[at].clone()
             if known:
@@ -106,11 +109,26 @@ class StagedCall(CompiledCall):
         outputs: list[Any] = [totals.get(at) for at in range(len(items))]
         for at, values in found.items():
             outputs[at] = values[0] if self.parts == 1 else self.join(items[at], values)
+        self._write(outputs, left)
         if self.reduction is not None:
             outputs = self.phases.finish(outputs, self.reduction)
         self._fill(outputs)
         self._finish(outputs)
         return outputs
+
+    def _write(self, outputs: list[Any], left: dict[int, Tensor]) -> None:
+        """Put into buffers what the step has left there: the stage that has a value sends it to the others, a flat tensor of bytes each."""
+        nodes, group, sources = self.phases.body.output_nodes(), self.groups.group("pp"), dict[int, list[int]]()
+        for at, _ in self._written:
+            sources.setdefault((meta.stage(nodes[at]) or 0) % self.groups.size("pp"), []).append(at)
+        for source, places in sources.items():
+            values = [left[at] if at in left else self._zeros(nodes[at]) for at in places]
+            parts = [value.contiguous().reshape(-1).view(torch.uint8) for value in values]
+            flat = torch.cat(parts)
+            dist.broadcast(flat, dist.get_global_rank(group, source), group=group)
+            for at, value, part in zip(places, values, torch.split(flat, list(map(len, parts))), strict=True):
+                outputs[at] = part.clone().view(value.dtype).view(value.shape)
+        self.weights.write({name: outputs[at] for at, name in self._written})
 
     def _fill(self, outputs: list[Any]) -> None:
         """Zero shares of what is summed over stages and computed on others: losses, metrics, gradients of tied parameters."""

@@ -3,11 +3,14 @@
 A value that depends on no parameter (masks, position embeddings, counts of labels) is computed on every stage that reads it, since
 every pipeline rank has the batch. Any other value goes from stage to stage, as far as its last reader; so do gradients, backwards.
 Values that only a stage's own backward reads are kept there.
+
+A buffer that the forward writes goes from microbatch to microbatch. The stage that writes it also reads it, and no other one does;
+but where its new value depends on no parameter, every stage that reads it writes it, too, in a copy of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +51,8 @@ class Stage:
 
     ``outputs`` are the places of the whole program's outputs that it computes, and the names of their nodes. ``received`` comes
     from the stage before, ``sent`` goes to the one behind; ``received_grads`` and ``sent_grads`` go the other way. ``saved``
-    is what a microbatch keeps from its forward for its backward. ``backward`` is None in a program without one.
+    is what a microbatch keeps from its forward for its backward. ``carried`` are buffers by the name of the input: what the forward
+    leaves in them for the next microbatch. ``backward`` is None in a program without one.
     """
 
     index: int
@@ -60,6 +64,7 @@ class Stage:
     received_grads: tuple[Relayed, ...]
     sent_grads: tuple[Relayed, ...]
     saved: tuple[str, ...]
+    carried: dict[str, str]
 
 
 def cut_stages(program: Program, only: Container[int] | None = None) -> list[Stage]:
@@ -81,27 +86,63 @@ def holders(program: Program) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
 
+def weighted(program: Program) -> set[Node]:
+    """All that depends on a parameter, or on a buffer in which the forward leaves what does."""
+    found = {node for node, item in program.items() if item.kind in (InputKind.PARAM, InputKind.GATHERED)}
+    written = _written(program)
+    while True:
+        for node in program.graph.nodes:
+            if node.op not in ("placeholder", "output") and any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        more = {node for node, new in written.items() if new in found} - found
+        if not more:
+            return found
+        found |= more
+
+
+def check_buffers(program: Program, stages: Mapping[Node, int]) -> None:
+    """PassError for a buffer that one stage writes and another one reads, which would see it some microbatches too early or too late."""
+    found = weighted(program)
+    for node, new in _written(program).items():
+        other = next((user for user in node.users if user in stages and stages[user] != stages.get(new)), None)
+        if node in found and other is not None:
+            raise PassError(
+                f"split-stages: {meta.where(new)} on stage {stages.get(new)} writes a buffer in forward that {meta.where(other)} reads on "
+                f"stage {stages[other]}, which runs other microbatches at that time; put both on one stage with layout=, update the buffer "
+                "after the step, or use pp=1."
+            )
+
+
+def _written(program: Program) -> dict[Node, Node]:
+    """The buffers that the forward reads and writes, each with its new value."""
+    read = {name: node for node, item in program.items() if item.kind is InputKind.BUFFER for name in item.fqns}
+    results = zip(program.output_nodes(), program.outputs, strict=True)
+    return {
+        read[item.name]: node
+        for node, item in results
+        if item.kind is OutputKind.BUFFER and item.name in read and isinstance(node, Node)
+    }
+
+
 class _Cutter:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.back: set[Node] = set()  # nodes of the backward
         self.free: set[Node] = set()  # forward nodes that depend on no parameter
         self.stage: dict[Node, int] = {}
-        params = {node for node, item in program.items() if item.kind in (InputKind.PARAM, InputKind.GATHERED)}
-        weighted = set(params)
+        self.weighted, self.written = weighted(program), _written(program)
         for node in program.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             sources = node.all_input_nodes
             if meta.direction(node) is meta.Direction.BACKWARD or any(source in self.back for source in sources):
                 self.back.add(node)
-            if any(source in weighted for source in sources):
-                weighted.add(node)
-            if node not in self.back and node not in weighted:
+            if node not in self.back and node not in self.weighted:
                 self.free.add(node)
             before = max((self.stage.get(source, 0) for source in sources if source not in self.free), default=0)
             found = meta.stage(node)
             self.stage[node] = before if found is None else found
+        check_buffers(program, self.stage)
 
     def run(self, stages: Sequence[int]) -> list[Stage]:
         borders = sorted({border for at in stages for border in (at, at + 1)})
@@ -155,18 +196,24 @@ class _Cutter:
         handed = [tuple(_relayed(node) for node in nodes) for nodes in (received, sent, grads, sent_grads)]
         names = {place: node.name for place, node in mine.items()}
         kept = tuple(node.name for node in saved)
-        return Stage(at, forward, backward, names, handed[0], handed[1], handed[2], handed[3], kept)
+        carried = self._carried(forward, backward)
+        return Stage(at, forward, backward, names, handed[0], handed[1], handed[2], handed[3], kept, carried)
+
+    def _carried(self, *halves: Part | None) -> dict[str, str]:
+        read = {item.name for half in halves if half is not None for item in half.program.inputs}
+        return {node.name: new.name for node, new in self.written.items() if node.name in read}
 
     def _computes(self, item: Output, node: Node, at: int) -> bool:
-        """Whether a stage gives an output of the program: results that take no weights come from all of them.
+        """Whether a stage gives an output of the program: results and buffers that take no weights come from all of them.
 
         Valid tokens are counted before the step.
         """
         if item.what == NUM_VALID:
             return False
-        if item.kind is OutputKind.USER and (node in self.free or node.op == "placeholder"):
-            return True
-        return self.stage.get(node) == at
+        if item.kind not in (OutputKind.USER, OutputKind.BUFFER):
+            return self.stage.get(node) == at
+        here = self.stage.get(self.written.get(node, node), meta.stage(node))
+        return here == at or here is None or node in self.free
 
     def _own(self, node: Node, at: int) -> bool:
         return node in self.free or self.stage[node] == at

@@ -15,6 +15,7 @@ from .fuse_rms_norm import FuseRmsNorm
 from .fuse_rotary import FuseRotary
 from .fuse_swiglu import FuseSwiglu
 from .insert_dispatch import InsertDispatch
+from .keep_attention import KeepAttention
 from .lower_ops import LowerOps
 from .normalize_loss import NormalizeLoss
 from .recognize_moe import RecognizeMoe
@@ -52,11 +53,13 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     Canonicalize,
     LowerOps,
     FuseExperts,
+    KeepAttention,
 )
 PASSES = MappingProxyType({kind.name: kind for kind in ALL_PASSES})
 
 # what a call under grad that returns a loss runs; any other call leaves out the passes of the step level
 STEP = (
     "recognize-moe,seed-random,normalize-loss,record-metrics,shard-dense,shard-sequence,shard-linears,shard-experts,insert-dispatch,"
-    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops,fuse-experts"
+    "fuse-swiglu,fuse-rms-norm,fuse-rotary,split-stages,differentiate,sync-loss,sync-grads,canonicalize,lower-ops,fuse-experts,"
+    "keep-attention"
 )

@@ -3,9 +3,9 @@
 Before:  one graph
 After:   the same graph, every node with its stage; a parameter that several stages read is one input on each of them
 
-Layers are the items of the model's longest list of modules, or of the list that ``layers`` names. What stands before them is on the
-stage of the embedding, what reads the last of them on the stage of the loss. No node moves: `moecompile.stages` takes the
-graph apart, after ``differentiate``. Does nothing when pp == 1.
+Layers are the items of the model's longest list of modules (of equally long ones: of that which computes more), or of the list
+that ``layers`` names. What stands before them is on the stage of the embedding, what reads the last of them on the stage of the
+loss. No node moves: `moecompile.stages` takes the graph apart, after ``differentiate``. Does nothing when pp == 1.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from moecompile import flops, meta, ops
 from moecompile import graph as graphs
 from moecompile import layout as layouts
-from moecompile import meta
 from moecompile.errors import PassError
 from moecompile.layout import Layout
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.placement.types import PARTIAL
 from moecompile.program import NUM_VALID, InputKind, OutputKind, Program
+from moecompile.stages import check_buffers, weighted
 
 _ITEM = re.compile(r"^(?P<list>.+)\.(?P<index>\d+)$")
 
@@ -42,13 +43,14 @@ class SplitStages(Pass):
     def run(self, graph: GraphModule, ctx: PassContext) -> int:
         if ctx.plan.pp == 1 or ctx.program.layout is not None:
             return 0
-        _refuse_written_buffers(ctx.program)
         found = self._find_layers(graph)
         number = max(found.values()) + 1
         ctx.program.layout = layout = _layout(ctx, found, number)
         stages = layout.layer_stages()
         _tag(ctx.program, {node: stages[at] for node, at in found.items()}, found, number, len(layout.stages) - 1)
         _check_order(graph)
+        tagged = {node: at for node in graph.graph.nodes if (at := meta.stage(node)) is not None}
+        check_buffers(ctx.program, tagged)
         _split_parameters(ctx.program)
         program = ctx.program
         program.outputs[:] = [
@@ -71,7 +73,7 @@ class SplitStages(Pass):
                 if match and (not self.layers or match["list"] == self.layers):
                     items[node] = (match["list"], int(match["index"]))
                     break
-        sizes = Counter(name for name, _ in set(items.values()))
+        sizes = Counter(name for name, _ in dict.fromkeys(items.values()))
         if not sizes:
             named = (
                 f"the list '{self.layers}' has no item that the graph runs"
@@ -83,20 +85,10 @@ class SplitStages(Pass):
                 f"split-stages: the layers of the model cannot be found: {named}; {advice}, as in "
                 "Plan(passes='+split-stages{layers=model.layers}') for the list model.layers."
             )
-        chosen = sizes.most_common(1)[0][0]
+        calls = Counter(name for name, _ in items.values())
+        chosen = max(sizes, key=lambda name: (sizes[name], calls[name]))  # of two such lists the first, on every rank
         places = sorted({index for name, index in items.values() if name == chosen})
         return {node: places.index(index) for node, (name, index) in items.items() if name == chosen}
-
-
-def _refuse_written_buffers(program: Program) -> None:
-    """Stages run several microbatches at a time, of which each would have to read what the one before left."""
-    for node, item in zip(program.output_nodes(), program.outputs, strict=True):
-        if item.kind is OutputKind.BUFFER:
-            where = meta.where(node) if isinstance(node, Node) else "the forward"
-            raise PassError(
-                f"split-stages: {where} writes buffer {item.name!r} in forward, which pipeline stages do not carry from microbatch to "
-                f"microbatch; update it outside forward, after the step, put the model in eval mode if that stops it, or use pp=1."
-            )
 
 
 def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:
@@ -104,34 +96,50 @@ def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:
     pp, text = ctx.plan.pp, ctx.plan.layout
     if text is None or text == layouts.EVEN:
         return layouts.even(number, pp)
-    if text == layouts.BALANCED:
-        costs = [0.0] * number
-        rest = {
-            node: float(meta.tensor(node).numel()) for node, item in ctx.program.items() if item.kind is InputKind.PARAM
-        }
-        outside, ahead = [0.0, 0.0], [graphs.ancestors(*(node for node, at in found.items() if at == 0))]
-        for node, size in rest.items():
-            readers = [found[user] for user in node.users if user in found]
+    if text in (layouts.BALANCED, layouts.BALANCED_FLOPS):
+        price = _sizes(ctx.program) if text == layouts.BALANCED else _work(ctx.program)
+        costs, first, last = [0.0] * number, 0.0, 0.0
+        ahead = graphs.ancestors(*(node for node, at in found.items() if at == 0))
+        for node, cost in price.items():
+            readers = [found[user] for user in (node, *node.users) if user in found]
             if readers:
-                costs[readers[0]] += size
+                costs[readers[0]] += cost
+            elif node in ahead:
+                first += cost
             else:
-                outside[not any(node in before for before in ahead)] += size
-        return layouts.balanced(costs, pp, *outside)
+                last += cost
+        return layouts.balanced(costs, pp, first, last)
     layout = layouts.parse(text)
     layouts.check(layout, pp, number)
     return layout
 
 
+def _sizes(program: Program) -> dict[Node, float]:
+    """Elements of every parameter."""
+    return {node: float(meta.tensor(node).numel()) for node, item in program.items() if item.kind is InputKind.PARAM}
+
+
+def _work(program: Program) -> dict[Node, float]:
+    """FLOPs of every call; experts take as many rows as their layer's tokens choose, which is the mean over the ranks."""
+    found, rows = dict[Node, float](), 0
+    for node in program.graph.nodes:
+        if node.target is ops.permute:
+            rows = meta.tensor(node.args[1]).numel()
+        if node.op == "call_function":
+            found[node] = float(flops.of(node, rows))
+    return found
+
+
 def _tag(program: Program, fixed: dict[Node, int], found: dict[Node, int], number: int, last: int) -> None:
     """Give each call its stage: that of its layer, else by what it reads and who reads it."""
-    trained: set[Node] = {node for node, item in program.items() if item.kind is InputKind.PARAM}
+    trained = weighted(program)
     batch: set[Node] = {node for node, item in program.items() if item.kind is InputKind.BATCH}
     behind = {node for node, at in found.items() if at == number - 1}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         sources = node.all_input_nodes
-        for group in (trained, batch, behind):
+        for group in (batch, behind):
             if any(source in group for source in sources):
                 group.add(node)
         if node in fixed:

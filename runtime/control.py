@@ -84,7 +84,7 @@ def _check_data(data_ranks: list[int], contents: list[int]) -> None:
         first = data_ranks.index(data_rank)
         if content != contents[first]:
             raise CaptureError(
-                f"ranks {first} and {rank} pass different tensors, but both are data rank {data_rank}: the ranks of tp and cp compute "
+                f"ranks {first} and {rank} pass different tensors, but both are data rank {data_rank}: the ranks of tp, cp and pp compute "
                 f"on one batch together; give every rank the slice number plan.data_rank(rank) of plan.num_data_ranks."
             )
 

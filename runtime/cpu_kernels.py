@@ -23,6 +23,7 @@ from moecompile.ops.experts import (
 from moecompile.ops.fused import check_rms_norm, check_rotary, check_silu_mul, check_swiglu, statistics_dtype
 from moecompile.ops.routing import check_rows, check_unpermute, check_unpermute_backward, may_have_padding
 from moecompile.runtime import products
+from moecompile.runtime.attention import causal_attention, causal_attention_backward
 from moecompile.runtime.grouped_mlp import grouped_mlp, grouped_mlp_backward
 
 aten = torch.ops.aten
@@ -253,6 +254,8 @@ for _kernel in (
     grouped_linear_wgrad,
     grouped_mlp,
     grouped_mlp_backward,
+    causal_attention,
+    causal_attention_backward,
     mm,
     unpermute,
     unpermute_backward,

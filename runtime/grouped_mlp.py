@@ -1,7 +1,7 @@
 """CPU kernels of `moe_cpu::grouped_mlp`: an expert's two products and its activation, block of rows by block of rows.
 
-What lies between the products is read while it is still in the cache, and the activation is not kept for the backward, which computes
-it again from `h`. Order of arithmetic is that of ATen's silu, mul and silu_backward.
+What lies between the products is read while it is still in the cache, and gate and up each lie dense. The activation is not kept for the
+backward, which computes it again from `h`. Order of arithmetic is that of ATen's silu, mul and silu_backward.
 """
 
 from collections.abc import Iterator
@@ -34,20 +34,21 @@ def _blocks(tokens_per_expert: Tensor, rows: Tensor, step: int) -> Iterator[tupl
 
 
 def grouped_mlp(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor]:
-    """y [R, H] and h = [gate|up] [R, 2F] of rows [R, H], w_in [E, 2F, H] and w_out [E, H, F]."""
+    """y [R, H] and h [2, R, F], gate and up, of rows [R, H], w_in [E, 2F, H] and w_out [E, H, F]."""
     check_grouped_mlp(rows, tokens_per_expert, w_in, w_out)
     width = w_out.shape[2]
-    y, h = rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(rows.shape[0], 2 * width)
+    y, h = rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(2, rows.shape[0], width)
     step = _step(width)
     activated = rows.new_empty(min(step, rows.shape[0]), width)
-    first, last = w_in.transpose(1, 2).unbind(0), w_out.transpose(1, 2).unbind(0)
+    gates, ups, last = (w.transpose(1, 2).unbind(0) for w in (w_in[:, :width], w_in[:, width:], w_out))
     for expert, blocks in _blocks(tokens_per_expert, rows, step):
         for block in blocks:
-            both, act = h[block], activated[: block.stop - block.start]
-            torch.mm(rows[block], first[expert], out=both)
-            act.copy_(both[:, :width])  # dense: silu is not vectorized on the halves of a wider tensor
-            aten.silu_.default(act)
-            act.mul_(both[:, width:])
+            gate, up = h[:, block].unbind(0)
+            act = activated[: block.stop - block.start]
+            torch.mm(rows[block], gates[expert], out=gate)
+            torch.mm(rows[block], ups[expert], out=up)
+            aten.silu.out(gate, out=act)
+            act.mul_(up)
             torch.mm(act, last[expert], out=y[block])
     return y, h
 
@@ -60,28 +61,31 @@ def grouped_mlp_backward(
     check_same_rows("grouped_mlp_backward", grad, rows)
     width = w_out.shape[2]
     step = _step(width)
-    length = min(step, rows.shape[0])
     grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
     grad_in, grad_out = (torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w_in, w_out))
-    scratch, grad_h = rows.new_empty(3, length, width), rows.new_empty(length, 2 * width)
-    first, last = w_in.unbind(0), w_out.unbind(0)
+    scratch = rows.new_empty(3, min(step, rows.shape[0]), width)
+    gates, ups, last = (w.unbind(0) for w in (w_in[:, :width], w_in[:, width:], w_out))
+    grad_gates, grad_ups = (part.unbind(0) for part in (grad_in[:, :width], grad_in[:, width:]))
     idle = set(range(w_in.shape[0]))
     for expert, blocks in _blocks(tokens_per_expert, rows, step):
         idle.remove(expert)
         for at, block in enumerate(blocks):
-            size = block.stop - block.start
-            slope, gate, act = (part[:size] for part in scratch)
-            up, both, given = h[block][:, width:], grad_h[:size], grad[block]
+            gate, up = h[:, block].unbind(0)
+            slope, act, grad_up = scratch[:, : block.stop - block.start].unbind(0)
+            given, taken, returned = grad[block], rows[block], grad_rows[block]
             torch.mm(given, last[expert], out=slope)
-            gate.copy_(h[block][:, :width])
             aten.silu.out(gate, out=act)
-            torch.mul(slope, act, out=both[:, width:])
+            torch.mul(slope, act, out=grad_up)
             act.mul_(up)
-            slope.mul_(up)
-            aten.silu_backward.grad_input(slope, gate, grad_input=slope)
-            both[:, :width].copy_(slope)
-            torch.mm(both, first[expert], out=grad_rows[block])
-            for sums, left, right in ((grad_out[expert], given, act), (grad_in[expert], both, rows[block])):
+            grad_gate = slope.mul_(up)
+            aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+            torch.mm(grad_gate, gates[expert], out=returned)
+            returned.addmm_(grad_up, ups[expert])
+            for sums, left, right in (
+                (grad_out[expert], given, act),
+                (grad_gates[expert], grad_gate, taken),
+                (grad_ups[expert], grad_up, taken),
+            ):
                 if at == 0:
                     torch.mm(left.t(), right, out=sums)
                 else:

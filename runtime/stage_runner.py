@@ -73,6 +73,8 @@ class GraphStage:
         self._sent: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, dict[str, Any]] = {}
         self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._carried: dict[str, Any] = {}  # what the latest forward left in buffers, by the name of the input
+        self._read: dict[int, dict[str, Any]] = {}  # what each microbatch whose backward is to come read there
         self.most_live = 0
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -164,7 +166,9 @@ class GraphStage:
         self.doing = f"computing the forward of microbatch {chunk}"
         values: dict[str, Any] = {}
         self._take(chunk, self.stage.received, values)
-        self.collect(chunk, self.forward.run(self.feed[chunk], values))
+        self._read[chunk] = self._carried
+        self.collect(chunk, self.forward.run({**self.feed[chunk], **self._carried}, values))
+        self._carried = {name: values[new] for name, new in self.stage.carried.items()}
         self._values[chunk] = {name: values[name] for name in self.stage.saved} if self.has_backward else {}
         self._sent[chunk] = sent = {item.name: values.get(item.name) for item in self.stage.sent}
         self.most_live = max(self.most_live, len(self._values) if self.has_backward else 0)
@@ -175,7 +179,7 @@ class GraphStage:
         values = self._values.pop(chunk)
         self._take(chunk, self.stage.received_grads, values)
         if self.backward is not None:
-            self.collect(chunk, self.backward.run(self.feed[chunk], values))
+            self.collect(chunk, self.backward.run({**self.feed[chunk], **self._read.pop(chunk)}, values))
         self._grads[chunk] = {item.name: values.get(item.name) for item in self.stage.sent_grads}
 
 

@@ -59,6 +59,8 @@ def _rank(
     """One rank's actions; yields at collectives and where a message has to come first."""
     peers = mesh.group_ranks("pp", rank)
     kept: dict[tuple[int, int], dict[str, Any]] = {}
+    carried: dict[int, dict[str, Any]] = {}  # what each stage's latest forward left in buffers
+    read: dict[tuple[int, int], dict[str, Any]] = {}
     found: dict[tuple[int, int], Any] = {}
     for kind, at, chunk in actions:
         stage, ahead = stages[at], kind == "F"
@@ -73,8 +75,10 @@ def _rank(
             said = f"waits for '{item.name}', for the {_WORDS[kind]} of microbatch {chunk} on stage {at}"
             values[item.name] = yield Awaited(rank, (rank, kind, at, chunk, item.name), box, said)
         if half is not None:
-            inputs = half.program.inputs
-            given = [_there(values, i.name, at) if i.kind is InputKind.RELAYED else feed[chunk][i.name] for i in inputs]
+            if ahead:
+                read[at, chunk] = carried.get(at, {})
+            fed, inputs = {**feed[chunk], **read[at, chunk]}, half.program.inputs
+            given = [_there(values, i.name, at) if i.kind is InputKind.RELAYED else fed[i.name] for i in inputs]
             results = yield from run(half.program.graph_module, given, rank, mesh, trace)
             values.update(zip(half.returns, results, strict=True))
             made = set(half.returns)
@@ -83,6 +87,7 @@ def _rank(
         for item in stage.sent if ahead else stage.sent_grads:
             box[peers[to % len(peers)], kind, to, chunk, item.name] = _checked(values, item, at)
         if ahead:
+            carried[at] = {name: values[new] for name, new in stage.carried.items()}
             kept[at, chunk] = {name: _there(values, name, at) for name in stage.saved}
     return found
 

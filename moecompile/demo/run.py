@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from moecompile import api
+from moecompile import api, flops
 from moecompile import pipeline as pipelines
 from moecompile.errors import PlanError, VerifyError
 from moecompile.passes import PASSES, STEP
@@ -17,7 +17,7 @@ from moecompile.plan import Plan
 from moecompile.program import Program
 from moecompile.runtime.launcher import RankPool
 
-from . import corpus, flops, models, show, worker
+from . import corpus, models, show, worker
 from .layer_text import layer_text
 from .worker import Job, StepReport, Trainer
 

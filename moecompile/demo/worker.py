@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from moecompile import api
+from moecompile import api, flops
 from moecompile.plan import Plan
 
-from . import corpus, flops, models
+from . import corpus, models
 
 _WARM_UP_STEPS = 20
 

@@ -17,6 +17,8 @@ from moecompile.ops.registry import Op, require
 from moecompile.ops.routing import check_unpermute, check_unpermute_backward
 
 NAMESPACE = "moe_cpu"
+# Queries of a block of causal_attention: fewer make small products, more compute more scores that the mask throws away.
+BLOCK_QUERIES = 64
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -87,7 +89,7 @@ def check_grouped_mlp(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_o
 
 def _grouped_mlp_fake(rows: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor]:
     check_grouped_mlp(rows, tokens_per_expert, w_in, w_out)
-    return rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(rows.shape[0], w_in.shape[1])
+    return rows.new_empty(rows.shape[0], w_out.shape[1]), rows.new_empty(2, rows.shape[0], w_out.shape[2])
 
 
 def _grouped_mlp_backward_fake(
@@ -102,7 +104,7 @@ def _grouped_mlp_backward_fake(
     )
 
 
-# grouped_linear(swiglu(h), w_out) of h = grouped_linear(rows, w_in), which the backward takes
+# grouped_linear(swiglu(h), w_out) of h = grouped_linear(rows, w_in); the backward takes h as [2, R, F], gate and up
 grouped_mlp = _define(
     "grouped_mlp(Tensor rows, Tensor tokens_per_expert, Tensor w_in, Tensor w_out) -> (Tensor y, Tensor h)",
     _grouped_mlp_fake,
@@ -111,6 +113,56 @@ grouped_mlp_backward = _define(
     "grouped_mlp_backward(Tensor grad, Tensor rows, Tensor tokens_per_expert, Tensor w_in, Tensor w_out, Tensor h) -> "
     "(Tensor grad_rows, Tensor grad_w_in, Tensor grad_w_out)",
     _grouped_mlp_backward_fake,
+)
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def check_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """What causal_attention demands of its operands."""
+    require(
+        query.dim() == 4 and query.shape == key.shape == value.shape,
+        f"moe_cpu::causal_attention: query, key and value have shapes {list(query.shape)}, {list(key.shape)} and "
+        f"{list(value.shape)}, but one shape [B, h, S, D] is needed; use scaled_dot_product_attention for others.",
+    )
+    require(
+        query.dtype == key.dtype == value.dtype and query.dtype in (torch.float32, torch.float64),
+        f"moe_cpu::causal_attention: query is {query.dtype}, key {key.dtype} and value {value.dtype}, but all must be "
+        "float32 or all float64; use scaled_dot_product_attention for others.",
+    )
+
+
+def attention_elements(heads: int, length: int) -> int:
+    """Probabilities of one sequence: each block of queries has those of the keys up to its own last one."""
+    whole, rest = length // BLOCK_QUERIES, length % BLOCK_QUERIES  # no divmod: a length may be a symbol
+    return heads * (BLOCK_QUERIES**2 * whole * (whole + 1) // 2 + rest * length)
+
+
+def _causal_attention_fake(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    check_causal_attention(query, key, value)
+    batch, heads, length, width = query.shape
+    out = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return out, query.new_empty(batch, attention_elements(heads, length))
+
+
+def _causal_attention_backward_fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, probs: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_causal_attention(query, key, value)
+    batch, heads, length, width = query.shape
+    gradients = [query.new_empty(batch, length, heads, width).transpose(1, 2) for _ in range(3)]
+    return gradients[0], gradients[1], gradients[2]
+
+
+# causal scaled_dot_product_attention, with its probabilities, which the backward takes
+causal_attention = _define(
+    "causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor out, Tensor probs)",
+    _causal_attention_fake,
+)
+causal_attention_backward = _define(
+    "causal_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor probs, float scale) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    _causal_attention_backward_fake,
 )
 
 # ---- plain products ----------------------------------------------------------------------------------------

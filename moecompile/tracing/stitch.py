@@ -42,14 +42,12 @@ class Stitcher:
         return [node for node in self.source.nodes if node in trained and node in self.grads]
 
     def gradient(self, node: Node) -> Node:
-        """The sum of what the readers of a value contributed."""
-        parts = self.grads[node]
+        """The sum of what the readers of a value contributed; a later stage sends its part to an earlier one, never the other way."""
+        parts = self.grads[node] = sorted(self.grads[node], key=lambda part: -(meta.stage(part) or 0))
         while len(parts) > 1:
             added = graphs.call(self.graph, aten.add.Tensor, parts[0], parts[1], like=parts[0], mode=self.mode)
             meta.set_direction(added, meta.Direction.BACKWARD)
-            meta.set_stage(
-                added, meta.stage(parts[1])
-            )  # readers come in reverse: the later stage sends to the earlier one
+            meta.set_stage(added, meta.stage(parts[1]))
             parts[:2] = [added]
         return parts[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,10 @@ from .adjoints import adjoints
 
 aten = torch.ops.aten
 _BUCKETED = (ops.all_gather, ops.reduce_scatter)
-_JOINED = (cpu.grouped_mlp, cpu.grouped_mlp_backward)
 
 
 def expanded(program: Program) -> Program:
-    """The program with every grouped_mlp and its backward, every bucket and such gradients written out; itself if it has none."""
+    """The program with every joined op, every bucket and such gradients written out; itself if it has none."""
     buckets = {
         node: source for node in graphs.find(program.graph, *_BUCKETED) if (source := _joined_in(node)) is not None
     }
@@ -51,8 +51,7 @@ def expanded(program: Program) -> Program:
         elif node in env:
             continue
         elif node.target in _JOINED:
-            args = [env[arg] for arg in node.args]
-            env[node] = (_forward if node.target is cpu.grouped_mlp else _backward)(_Writer(made, node), *args)
+            env[node] = _JOINED[node.target](_Writer(made, node), *(env.get(arg, arg) for arg in node.args))
         else:
             env[node] = made.node_copy(node, env.__getitem__)
             env[node].meta = meta.copy_meta(node)
@@ -80,8 +79,12 @@ class _Writer:
     graph: Graph
     origin: Node
 
-    def __call__(self, target: OpOverload[..., Any], *args: Any) -> Node:
-        return graphs.call(self.graph, target, *args, like=self.origin)
+    def __call__(self, target: OpOverload[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return graphs.call(self.graph, target, *args, like=self.origin, **kwargs)
+
+    def items(self, target: OpOverload[..., Any], *args: Any, **kwargs: Any) -> list[Node]:
+        """What a call that returns a tuple returns."""
+        return graphs.unpack(self.graph, self(target, *args, **kwargs))
 
 
 def _forward(write: _Writer, rows: Node, counts: Node, w_in: Node, w_out: Node) -> list[Node]:
@@ -98,3 +101,25 @@ def _backward(write: _Writer, grad: Node, rows: Node, counts: Node, w_in: Node, 
         write(cpu.grouped_linear_wgrad, grad_h, rows, counts),
         grad_out,
     ]
+
+
+def _attention(write: _Writer, query: Node, key: Node, value: Node, scale: float) -> list[Node]:
+    """The logarithms of sums stand for the probabilities: the backward that reads them is written out, too."""
+    return write.items(
+        aten._scaled_dot_product_flash_attention_for_cpu.default, query, key, value, 0.0, True, scale=scale
+    )
+
+
+def _attention_backward(
+    write: _Writer, grad: Node, query: Node, key: Node, value: Node, out: Node, probs: Node, scale: float
+) -> list[Node]:
+    flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return write.items(flash, grad, query, key, value, out, probs, 0.0, True, scale=scale)
+
+
+_JOINED: dict[Any, Callable[..., list[Node]]] = {
+    cpu.grouped_mlp: _forward,
+    cpu.grouped_mlp_backward: _backward,
+    cpu.causal_attention: _attention,
+    cpu.causal_attention_backward: _attention_backward,
+}

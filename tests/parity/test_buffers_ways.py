@@ -15,7 +15,6 @@ from moecompile import ops
 from moecompile.capture import capture_model
 from moecompile.capture.compare import compare_capture
 from moecompile.compilation import Request, compile_call
-from moecompile.errors import PassError
 from moecompile.plan import Plan
 from moecompile.program import OutputKind
 from moecompile.weights import Weights
@@ -131,11 +130,3 @@ def test_a_program_says_what_it_writes_and_is_read_back(tmp_path: Any) -> None:
 def test_rows_of_one_expert_are_refused(kind: type[models.Layer], plan: Plan) -> None:
     with pytest.raises(mc.CaptureError, match=r"buffer_models.py:\d+.*" + models.REFUSED[kind]):
         compile_call(models.made(kind, layers=1), Request((), slice_for(models.batch(), plan, 0), plan))
-
-
-def test_stages_refuse() -> None:
-    plan = Plan(dp=1, pp=2, microbatches=2)
-    with pytest.raises(
-        PassError, match=r"buffer_models.py:\d+.*writes buffer 'layers.0.steps' in forward.*or use pp=1"
-    ):
-        compile_call(models.made(models.Steps), Request((), models.batch(), plan))

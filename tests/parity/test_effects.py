@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -193,6 +193,11 @@ def experts_joined(program: Program) -> None:
     )
 
 
+def attention_kept(program: Program) -> None:
+    assert not calls(program, aten._scaled_dot_product_flash_attention_for_cpu.default)
+    assert len(calls(program, ops.cpu.causal_attention_backward)) == STACKED.layers
+
+
 def activations_fused(program: Program) -> None:
     """The experts and the shared expert of every layer."""
     assert not calls(program, aten.silu.default)
@@ -236,6 +241,7 @@ EFFECTS: dict[str, Callable[[Program], None]] = {
     "canonicalize": canonical,
     "lower-ops": ops_lowered,
     "fuse-experts": experts_joined,
+    "keep-attention": attention_kept,
 }
 
 
@@ -251,14 +257,15 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """Pipelines in which each pass first runs with an empty body and then for real."""
-    apart = {"shard-sequence", "shard-linears", "split-stages", "fuse-experts", "shard-params"}
+    apart = {"shard-sequence", "shard-linears", "split-stages", "fuse-experts", "keep-attention", "shard-params"}
     wide = {name: item for name, item in run_twice(PLAN, BATCH).items() if name not in apart}
     inner = run_twice(INNER, INNER_BATCH)
     deep = run_twice(STAGED, INNER_BATCH)["split-stages"]
-    joined = run_twice(PLAN, BATCH, STACKED)["fuse-experts"]
+    lowered = run_twice(replace(PLAN, passes="+keep-attention{least=1}"), BATCH, STACKED)
     flat = run_twice(SHARDED, BATCH)["shard-params"]
+    joined = {name: lowered[name] for name in ("fuse-experts", "keep-attention")}
     narrow = {name: inner[name] for name in ("shard-sequence", "shard-linears")}
-    return {**wide, **narrow, "split-stages": deep, "fuse-experts": joined, "shard-params": flat}
+    return {**wide, **narrow, "split-stages": deep, **joined, "shard-params": flat}
 
 
 def run_twice(plan: Plan, batch: dict[str, torch.Tensor], config: Config = CONFIG) -> dict[str, Outcome]:

@@ -100,6 +100,32 @@ def test_what_the_code_reads_leads_to_another_capture(change: Callable[[Any], No
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14), name
 
 
+class Numbered(nn.Module):
+    """Weighs tokens by numbers whose type nothing says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(x) * (torch.arange(4) / 3)).sum()
+
+
+def test_the_type_of_new_tensors_leads_to_another_capture(caplog: pytest.LogCaptureFixture) -> None:
+    """1 / 3 in float32 and in float64 are two numbers."""
+    caplog.set_level(logging.ERROR)
+    plain, x, before, seen = Numbered(), torch.randn(2, 4, dtype=torch.float64), torch.get_default_dtype(), set()
+    model = mc.parallelize(copy.deepcopy(plain), ALONE)
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert torch.allclose(model(x), plain(x), rtol=1e-14)
+            seen.add(plain(x).item())
+    finally:
+        torch.set_default_dtype(before)
+    assert len(seen) == len(model._state.cache) == 2
+
+
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_of_modules_are_refused(kind: str) -> None:
     model = mc.parallelize(Scaled(), ALONE)

@@ -299,5 +299,7 @@ def test_a_plan_adds_the_pass_to_the_preset() -> None:
 
 def test_an_added_pass_takes_the_place_of_one_of_its_name() -> None:
     text = default_pipeline(Plan(dp=2, passes="+ lower-ops{backend=reference}, sync-grads{bucket-mb=2}"), step=True)
-    assert text.endswith("sync-grads{bucket-mb=2},canonicalize,lower-ops{backend=reference},fuse-experts")
+    assert text.endswith(
+        "sync-grads{bucket-mb=2},canonicalize,lower-ops{backend=reference},fuse-experts,keep-attention"
+    )
     assert text.count("sync-grads") == text.count("lower-ops") == 1

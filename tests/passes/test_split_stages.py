@@ -20,7 +20,8 @@ from moecompile.plan import Plan
 from moecompile.printer import graph_text
 from moecompile.program import OutputKind, Program
 from moecompile.stages import Stage, cut_stages, holders
-from tests.support import golden
+from moecompile.tracing import stitch
+from tests.support import buffer_models, golden
 from tests.support import golden as golden_support
 from tests.support.models import Config, build, tokens
 
@@ -124,10 +125,71 @@ def test_nothing_changes_without_stages() -> None:
         cut_stages(found)
 
 
-def test_balanced_by_parameters() -> None:
-    config = replace(CONFIG, tied=False, layers=4)
-    found = program(config, replace(PLAN, layout="balanced")).layout
-    assert found is not None and found.num_layers == 4
+class Step(nn.Module):
+    """A linear that runs some times over, and a table of which one row is read."""
+
+    def __init__(self, rows: int, times: int) -> None:
+        super().__init__()
+        self.linear, self.table, self.times = nn.Linear(4, 4), nn.Parameter(torch.ones(rows, 4)), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.linear(x)
+        return x + self.table[0]
+
+
+class Unlike(nn.Module):
+    """The first layer has the most weights, the last one computes the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Step(*sizes) for sizes in ((64, 1), (1, 1), (1, 1), (1, 1), (1, 7)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_equal_layers_of_several_stages_are_traced_once_for_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    original = stitch.trace
+    monkeypatch.setattr(stitch, "trace", lambda *args: traced.append(len(args[0].nodes)) or original(*args))
+    model = Unlike()
+    model.layers = nn.ModuleList(Step(2, 1) for _ in range(6))
+    counts, nodes = [], []
+    for pp, microbatches in ((2, 2), (3, 3), (6, 6), (2, 8)):
+        traced.clear()
+        found = mc.trace(model, Plan(dp=1, pp=pp, microbatches=microbatches), (torch.randn(24, 4),))
+        assert len({meta.stage(node) for node in found.graph.nodes if node.op == "call_function"}) == pp
+        counts.append(len(traced))
+        nodes.append(len(found.graph.nodes))
+    assert counts == counts[:1] * 4 and counts[0] < 6
+    assert nodes == nodes[:1] * 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "found"), [("even", "Et*3|ttL"), ("balanced", "Et|t*4,L"), ("balanced-flops", "Et*4|tL")]
+)
+def test_layers_are_balanced_by_parameters_or_by_flops(layout: str, found: str) -> None:
+    assert str(mc.trace(Unlike(), replace(PLAN, layout=layout), (torch.randn(4, 4),)).layout) == found
+
+
+def test_experts_count_for_the_rows_that_they_take() -> None:
+    """Their number is known at run time only: as many as the tokens choose. A layer of experts is dearer than two linears."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([*(nn.Linear(8, 8) for _ in range(3)), buffer_models.Layer()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().sum()
+
+    found = mc.trace(Mixed().double(), replace(PLAN, layout="balanced-flops"), (buffer_models.batch()["x"],))
+    assert str(found.layout) == "Et*3|tL"
 
 
 class Bare(nn.Module):
@@ -152,6 +214,29 @@ class Backwards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers[0](self.layers[1](x)).sum()
         return out
+
+
+class Beside(nn.Module):
+    """Layers beside lists of as many smaller modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = (nn.ModuleList(nn.LayerNorm(4) for _ in range(2)) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for before, gate, layer, behind in zip(self.before, self.gates, self.layers, self.behind, strict=True):
+            x = behind(x + gate(x) * layer(before(x)))
+        return x.square().sum()
+
+
+def test_of_lists_of_one_length_the_one_that_computes_more_holds_the_layers() -> None:
+    """The same on every rank: not what a set happens to give first."""
+    found = mc.trace(Beside(), replace(PLAN, layout="Ett|L"), (torch.randn(4, 4),))
+    held = holders(found)
+    assert held["layers.1.0.weight"] == held["layers.1.2.weight"] == held["gates.1.weight"] == (0,)
+    assert held["behind.1.weight"] == (1,)
 
 
 def test_layers_that_cannot_be_found_say_how_to_name_them() -> None:

@@ -19,7 +19,7 @@ ROW = {
     **dict.fromkeys(["errors", "compat", "fields"], 0),
     **dict.fromkeys(["plan_fields", "layout", "timeline", "timeline_figure", "published", "plan", "mesh", "cost"], 1),
     **dict.fromkeys(["ops", "meta"], 2),
-    **dict.fromkeys(["graph", "draws", "printer", "placement", "tracing", "program", "stages"], 3),
+    **dict.fromkeys(["graph", "draws", "printer", "placement", "tracing", "program", "stages", "flops"], 3),
     "pass_base": 4,
     **dict.fromkeys(["verify", "capture", "recognition"], 5),
     "pipeline": 6,

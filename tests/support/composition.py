@@ -65,6 +65,8 @@ PLANS = {
     "pp2 dp2 etp2": Plan(dp=2, pp=2, etp=2, microbatches=4),
     "pp2 tp2": Plan(dp=1, pp=2, tp=2, microbatches=2),
     "pp2 tp2 sp ep2": Plan(dp=1, pp=2, tp=2, ep=2, microbatches=2, sequence_parallel=True),
+    "pp2 tp2 etp2": Plan(dp=1, pp=2, tp=2, etp=2, microbatches=2),
+    "pp2 cp2": Plan(dp=1, pp=2, cp=2, microbatches=2),
     "pp2 cp2 ep2": Plan(dp=1, pp=2, cp=2, ep=2, microbatches=2),
     "pp4": Plan(dp=1, pp=4, microbatches=4),
     "pp2 dp2 zero1": Plan(dp=2, pp=2, microbatches=4, passes="+shard-params{level=1}"),
@@ -72,9 +74,12 @@ PLANS = {
     "pp2 dp2 ep2 zero3": Plan(dp=2, pp=2, ep=2, microbatches=4, passes="+shard-params"),
     "pp2 dp4 ep4": Plan(dp=4, pp=2, ep=4, microbatches=2),
     "pp2 dp2 tp2 ep4": Plan(dp=2, pp=2, tp=2, ep=4, microbatches=2),
+    "pp2 dp2 tp2 ep2": Plan(dp=2, pp=2, tp=2, ep=2, microbatches=2),
+    "pp2 dp2 cp2 ep2": Plan(dp=2, pp=2, cp=2, ep=2, microbatches=2),
     "pp2 dp2 ep2 etp2": Plan(dp=4, pp=2, ep=2, etp=2, microbatches=2),
     "pp2 cp2 tp2 ep4": Plan(dp=1, pp=2, cp=2, tp=2, ep=4, microbatches=2),
     "pp4 dp2 ep2": Plan(dp=2, pp=4, ep=2, microbatches=4),
+    "pp4 dp2 ep2 by hand": Plan(dp=2, pp=4, ep=2, microbatches=4, layout="Et|t|t|L"),
 }
 
 # In every run of the tests; the others are slow.
@@ -82,13 +87,25 @@ SMALL = (("jamba", "pp2"), ("nemotron_h", "pp2 interleaved"))
 CASES = (
     *SMALL,
     *((name, plan) for name in ("mixtral", "deepseek_v3", "jamba") for plan in ("pp2", "pp2 dp2 ep2", "pp2 dp2 etp2")),
+    *(
+        (name, plan)
+        for name in ("mixtral", "deepseek_v3", "jamba", "nemotron_h")
+        for plan in ("pp2 tp2", "pp2 tp2 sp ep2", "pp2 tp2 etp2", "pp2 cp2", "pp2 cp2 ep2")
+    ),
+    *(
+        (name, plan)
+        for name in ("mixtral", "deepseek_v3", "nemotron_h")
+        for plan in ("pp2 dp2 tp2 ep2", "pp2 dp2 cp2 ep2")
+    ),
+    *((name, "pp4 dp2 ep2 by hand") for name in ("mixtral", "deepseek_v3")),
     ("nemotron_h", "pp2 dp2 ep2"),
+    ("nemotron_h", "pp4 dp2 ep2"),
     *(("deepseek_v3", plan) for plan in PLANS if "zero" in plan),
     ("mixtral", "pp2 dp2 zero1"),
     ("jamba", "pp2 dp2 ep2 zero3"),
     ("nemotron_h", "pp2 dp2 zero1"),
     *(("tied", plan) for plan in PLANS if not plan.startswith(("pp4", "pp2 interleaved"))),
-    *(("hand-written", plan) for plan in PLANS),
+    *(("hand-written", plan) for plan in PLANS if plan != "pp4 dp2 ep2 by hand"),
 )
 
 

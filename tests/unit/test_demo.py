@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from moecompile import api
-from moecompile.demo import Settings, corpus, flops
+from moecompile import api, flops
+from moecompile.demo import Settings, corpus
 from moecompile.demo.layer_text import layer_text
 from moecompile.demo.run import TOLERANCE
 from moecompile.errors import PlanError

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
 from moecompile import graph as graphs
 from moecompile import meta, ops
@@ -180,6 +181,25 @@ def test_calls_that_differ_in_a_constant_are_two(one: tuple[Any, ...], other: tu
         x.meta["val"] = torch.empty(3, 2, dtype=torch.int64)
     found = [meta.tensor(graphs.call(made, target, x, *args)) for target, *args in (one, other)]
     assert (found[0].shape, found[0].dtype) != (found[1].shape, found[1].dtype)
+
+
+class Widened(TorchFunctionMode):
+    """Asks for float64 wherever float32 is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **given)
+
+
+def test_a_mode_of_the_caller_does_not_change_what_is_known() -> None:
+    """A call that is computed once more from memory has the type it had."""
+    made, mode = Graph(), graphs.fake_mode()
+    x = made.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(2, 2, dtype=torch.bool)
+    with Widened():
+        first, again = (graphs.call(made, aten.add.Tensor, 0.5, x) for _ in range(2))
+    assert meta.tensor(first).dtype == meta.tensor(again).dtype == torch.float32
 
 
 def test_the_types_of_the_surroundings_count() -> None:

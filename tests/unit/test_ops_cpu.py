@@ -66,11 +66,12 @@ def test_grouped_mlp(case: str, most: int, dtype: torch.dtype, monkeypatch: pyte
     y = ops.grouped_linear(ops.swiglu(h), counts, w_out)
     grad = rand(n, OUT, dtype=dtype, seed=3)
     wanted = torch.autograd.grad(y, (rows, w_in, w_out), grad)
+    halves = torch.stack(h.detach().chunk(2, 1))
     with torch.no_grad(), poisoned_memory():
         for first, last in ((w_in, w_out), (_strided(w_in), _strided(w_out))):
-            found = cpu.grouped_mlp_backward(grad, rows, counts, first, last, h)
+            found = cpu.grouped_mlp_backward(grad, rows, counts, first, last, halves)
             for fast, reference in zip(
-                (*cpu.grouped_mlp(rows, counts, first, last), *found), (y.detach(), h.detach(), *wanted), strict=True
+                (*cpu.grouped_mlp(rows, counts, first, last), *found), (y.detach(), halves, *wanted), strict=True
             ):
                 assert_same(fast, reference, TOLERANCE[dtype])
         idle = counts.reshape(-1, E).sum(0) == 0
@@ -89,6 +90,40 @@ def test_grouped_mlp_refuses_what_it_does_not_compute() -> None:
         cpu.grouped_mlp(rows.bfloat16(), counts, w_in.bfloat16(), w_out.bfloat16())
     with pytest.raises(ValueError, match="pass the counts"):
         cpu.grouped_mlp(rows, torch.tensor([1, 1, 0, 0]), w_in, w_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("most", [1, 64 * 130 * 2, 1 << 18])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 130, 8), (1, 1, 64, 5), (3, 2, 7, 4), (2, 5, 65, 1), (0, 2, 9, 4), (2, 2, 0, 4)]
+)
+def test_causal_attention(
+    shape: tuple[int, ...], most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that end in mid-sequence, one or several heads at a time, operands that lie in any order."""
+    monkeypatch.setattr("moecompile.runtime.attention.BLOCK_ELEMENTS", most)
+    batch, heads, length, width = shape
+    lying = (shape, (batch, length, heads, width), (width, batch, heads, length))
+    leaves = [
+        rand(*sizes, dtype=dtype, seed=seed).permute(order).requires_grad_()
+        for seed, (sizes, order) in enumerate(zip(lying, [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 3, 0)], strict=True))
+    ]
+    seen = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.7)
+    grad = rand(*shape, dtype=dtype, seed=4)
+    wanted = torch.autograd.grad(seen, leaves, grad)
+    with torch.no_grad(), poisoned_memory():
+        out, probs = cpu.causal_attention(*leaves, 0.7)
+        found = cpu.causal_attention_backward(grad, *leaves, out, probs, 0.7)
+    for fast, reference in zip((out, *found), (seen.detach(), *wanted), strict=True):
+        assert_same(fast, reference, 10 * TOLERANCE[dtype])
+
+
+def test_causal_attention_refuses_what_it_does_not_compute() -> None:
+    query, fewer = rand(1, 2, 4, 3), rand(1, 1, 4, 3)
+    with pytest.raises(ValueError, match="use scaled_dot_product_attention"):
+        cpu.causal_attention(query, fewer, fewer, 1.0)
+    with pytest.raises(ValueError, match="use scaled_dot_product_attention"):
+        cpu.causal_attention(*[query.bfloat16()] * 3, 1.0)
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
@@ -255,7 +290,12 @@ def test_opcheck() -> None:
         (cpu.grouped_mlp, (rows, counts, rand(E, 2 * OUT, IN), rand(E, IN, OUT))),
         (
             cpu.grouped_mlp_backward,
-            (rows, rows.clone(), counts, rand(E, 2 * OUT, IN), rand(E, IN, OUT), rand(6, 2 * OUT)),
+            (rows, rows.clone(), counts, rand(E, 2 * OUT, IN), rand(E, IN, OUT), rand(2, 6, OUT)),
+        ),
+        (cpu.causal_attention, (rand(2, 3, 70, 4), rand(2, 3, 70, 4), rand(2, 3, 70, 4), 0.5)),
+        (
+            cpu.causal_attention_backward,
+            (*[rand(1, 2, 5, 4, seed=seed) for seed in range(5)], rand(1, 2 * 5 * 5), 0.5),
         ),
         (cpu.unpermute, (rows, row_map, 3, 2, probs)),
         (cpu.unpermute, (rows, row_map, 3, 2)),

@@ -1,7 +1,8 @@
 """Floating point operations of a program, counted on its graph, and what this machine reaches on a plain matmul.
 
-Counted: matrix products (grouped ones by the rows they really have) and attention, forward and backward, each multiply-add as
-two. Attention is counted in full although a causal mask hides half of it, as is usual for model FLOPs utilisation.
+Counted: matrix products (grouped ones by the rows they really have) and attention, forward and backward, and convolutions in the
+forward; each multiply-add as two. Attention is counted in full although a causal mask hides half of it, as is usual for model FLOPs
+utilisation.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moecompile import meta, ops
-from moecompile.program import Program
+from . import meta, ops
+from .program import Program
 
 aten = torch.ops.aten
 
 
 def count(program: Program, rows: int = 0) -> int:
     """FLOPs of one run on one rank; a size that is known at run time only counts as ``rows``, the mean over the ranks."""
-    found = 0
-    for node in program.graph.nodes:
-        if node.target in _RULES:
-            found += _RULES[node.target](_Sizes(node, rows))
-    return found
+    return sum(of(node, rows) for node in program.graph.nodes)
+
+
+def of(node: Node, rows: int = 0) -> int:
+    """FLOPs of one call, 0 for what is not counted."""
+    return _RULES[node.target](_Sizes(node, rows)) if node.target in _RULES else 0
 
 
 def measured_peak(threads: int, dtype: torch.dtype = torch.float32, size: int = 1024, rounds: int = 10) -> float:
@@ -66,6 +68,11 @@ Rule = Callable[[_Sizes], int]
 def _product(at: int) -> Rule:
     """Each element of the result is a dot product over the last dim of argument ``at``."""
     return lambda sizes: 2 * math.prod(sizes.of(sizes.node)) * sizes.arg(at)[-1]
+
+
+def _convolution(sizes: _Sizes) -> int:
+    """Each element of the result is a dot product with a kernel of weight [out, in of a group, ...]."""
+    return 2 * math.prod(sizes.of(sizes.node)) * math.prod(sizes.arg(1)[1:])
 
 
 def _grouped_linear(sizes: _Sizes) -> int:
@@ -107,12 +114,17 @@ _RULES: dict[Any, Rule] = {
     aten.bmm.default: _product(0),
     aten.matmul.default: _product(0),
     aten.addmm.default: _product(1),
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.convolution.default: _convolution,
     ops.grouped_linear: _grouped_linear,
     ops.grouped_linear_wgrad: _grouped_wgrad,
     ops.cpu.grouped_linear: _grouped_linear,
     ops.cpu.grouped_linear_wgrad: _grouped_wgrad,
     ops.cpu.grouped_mlp: _grouped_mlp(1, 0),
     ops.cpu.grouped_mlp_backward: _grouped_mlp(2, 1),
+    ops.cpu.causal_attention: _attention(2, 0),
+    ops.cpu.causal_attention_backward: _attention(4, 1),
     aten.scaled_dot_product_attention.default: _attention(2, 0),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(2, 0),
     # scores again, and the gradients of scores, values, queries and keys
