@@ -150,13 +150,17 @@ class Zoo:
     def check(self, name: str, plan: str) -> str:
         """``exact`` or ``refused``; `ParityError` for everything that the table does not say."""
         words = self.kinds[name].words(plan)
-        logging.getLogger("moecompile").setLevel(logging.ERROR)
+        logger = logging.getLogger("moecompile")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
         try:
             found = self._step(name, PLANS[plan])
         except ERRORS as error:
             if words is None or not re.search(words, str(error)):
                 raise ParityError(f"{name} under {plan}, refused with other words than {words!r}: {error}") from error
             return "refused"
+        finally:
+            logger.setLevel(level)
         if words is not None:
             raise ParityError(f"{name} under {plan} is no longer refused.")
         worst(found, self._reference(name))
