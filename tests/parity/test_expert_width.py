@@ -232,7 +232,8 @@ def _normal(module: nn.Module) -> None:
         nn.init.normal_(param, std=0.02)
 
 
-@pytest.mark.parametrize("name", thinned({"stripes": "stripes", "modules": "modules"}, keep=("modules",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stripes", "modules"])
 def test_first_weights_do_not_depend_on_the_plan(ranks: Ranks, name: str) -> None:
     ((wanted, loss),) = ranks.run(1, on_meta, CONFIGS[name], Plan(dp=1))
     for found, other in ranks.run(4, on_meta, CONFIGS[name], BOTH):

@@ -141,7 +141,8 @@ def load(
     return found
 
 
-@pytest.mark.parametrize("config", thinned({"loop": LOOP, "stacked": STACKED}, keep=("stacked",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LOOP, STACKED], ids=["loop", "stacked"])
 def test_case_33_moments_survive_a_change_of_plan(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     names = ["sgd-momentum", "adamw-fused", "adam-amsgrad", "rmsprop", "adagrad"]
     ranks.run(2, save, config, str(tmp_path), names, timeout=180)
