@@ -13,14 +13,18 @@ from torch import Tensor
 from moecompile.ops.registry import define, require
 
 
-def _split(where: str, x: Tensor, dim: int, outer: int, ranks: int) -> list[int]:
+def split_dim(where: str, x: Tensor, dim: int, outer: int, parts: int, advice: str) -> list[int]:
+    """The shape in which ``dim`` is ``outer`` blocks of ``parts`` parts; ValueError with the advice where it is no whole number."""
     size = x.shape[dim]
     require(
-        size % (outer * ranks) == 0,
-        f"moe::{where}: dim {dim} has size {size}, but a multiple of {outer * ranks} is needed; choose a batch that the "
-        "ranks divide.",
+        size % (outer * parts) == 0,
+        f"moe::{where}: dim {dim} has size {size}, but a multiple of {outer * parts} is needed; {advice}.",
     )
-    return [*x.shape[:dim], outer, ranks, size // (outer * ranks), *x.shape[dim + 1 :]]
+    return [*x.shape[:dim], outer, parts, size // (outer * parts), *x.shape[dim + 1 :]]
+
+
+def _split(where: str, x: Tensor, dim: int, outer: int, ranks: int) -> list[int]:
+    return split_dim(where, x, dim, outer, ranks, "choose a batch that the ranks divide")
 
 
 def _local_slice(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moecompile.ops import transport
 from moecompile.ops.collectives import group_of
-from moecompile.ops.registry import define, require
-from moecompile.ops.sharding import adjoint, keep_cut
+from moecompile.ops.registry import define
+from moecompile.ops.sharding import adjoint, keep_cut, split_dim
 
 # ---- zigzag_slice ------------------------------------------------------------------------------------------
 
@@ -23,13 +23,7 @@ def pieces_of(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _split(where: str, x: Tensor, dim: int, blocks: int, pieces: int) -> list[int]:
-    size = x.shape[dim]
-    require(
-        size % (blocks * pieces) == 0,
-        f"moe::{where}: dim {dim} has size {size}, but a multiple of {blocks * pieces} is needed; pad it, or take a length that the "
-        "pieces divide.",
-    )
-    return [*x.shape[:dim], blocks, pieces, size // (blocks * pieces), *x.shape[dim + 1 :]]
+    return split_dim(where, x, dim, blocks, pieces, "pad it, or take a length that the pieces divide")
 
 
 def _zigzag_slice(x: Tensor, index: Tensor, dim: int, outer: int, ranks: int) -> Tensor:

@@ -87,12 +87,12 @@ class _Writer:
         return graphs.unpack(self.graph, self(target, *args, **kwargs))
 
 
-def _forward(write: _Writer, rows: Node, counts: Node, w_in: Node, w_out: Node) -> list[Node]:
+def _mlp(write: _Writer, rows: Node, counts: Node, w_in: Node, w_out: Node) -> list[Node]:
     h = write(cpu.grouped_linear, rows, counts, w_in)
     return [write(cpu.grouped_linear, write(cpu.swiglu, h), counts, w_out), h]
 
 
-def _backward(write: _Writer, grad: Node, rows: Node, counts: Node, w_in: Node, w_out: Node, h: Node) -> list[Node]:
+def _mlp_backward(write: _Writer, grad: Node, rows: Node, counts: Node, w_in: Node, w_out: Node, h: Node) -> list[Node]:
     slope = write(cpu.grouped_linear, grad, counts, write(torch.ops.aten.transpose.int, w_out, 1, 2))
     grad_h = write(cpu.swiglu_backward, slope, h)
     grad_out = write(cpu.grouped_linear_wgrad, grad, write(cpu.swiglu, h), counts)
@@ -118,8 +118,8 @@ def _attention_backward(
 
 
 _JOINED: dict[Any, Callable[..., list[Node]]] = {
-    cpu.grouped_mlp: _forward,
-    cpu.grouped_mlp_backward: _backward,
+    cpu.grouped_mlp: _mlp,
+    cpu.grouped_mlp_backward: _mlp_backward,
     cpu.causal_attention: _attention,
     cpu.causal_attention_backward: _attention_backward,
 }

@@ -42,9 +42,14 @@ def inputs_of(program: Program, model: nn.Module) -> list[torch.Tensor]:
 
 def same_step(model: nn.Module, item: str, lowered: bool) -> None:
     """The step with pass ``item`` gives the loss and gradients of the step without it."""
-    plain = step_outputs(model, "differentiate")
-    fused = step_outputs(model, f"{item},differentiate" + (",lower-ops" if lowered else ""))
+    same_as_plain(model, f"{item},differentiate" + (",lower-ops" if lowered else ""))
+
+
+def same_as_plain(model: nn.Module, passes: str) -> int:
+    """The step under a pipeline gives the loss and gradients of the step that is differentiated alone; returns how many they are."""
+    plain, fused = step_outputs(model, "differentiate"), step_outputs(model, passes)
     assert len(plain) == len(fused) > 1
     for a, b in zip(plain, fused, strict=True):
         assert a.norm() > 0
         assert (a - b).norm() <= TOLERANCE * a.norm()
+    return len(plain)
