@@ -82,7 +82,7 @@ def test_case_12_the_mean_is_over_moe_layers(ranks: Ranks, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("way", ["chain", "mean", "minus", "none"])
-@pytest.mark.parametrize("dp", [1, 4])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_however_the_terms_get_into_the_loss(way: str, dp: int) -> None:
     model = Mixed(way)
     found = mc.simulate_ranks(model, Plan(dp=dp), [slice_for(BATCH, Plan(dp=dp), rank) for rank in range(dp)])

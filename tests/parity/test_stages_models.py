@@ -125,6 +125,6 @@ def lose_a_gradient(rank: int, plan: Plan) -> str:
 
 def test_a_gradient_that_is_not_there_is_no_zero(ranks: Ranks) -> None:
     """The stage that lost it says which, the other one what it was waiting for."""
-    other, own = ranks.run(2, lose_a_gradient, Plan(dp=1, pp=2, microbatches=2, timeout=20.0), timeout=230.0)
+    other, own = ranks.run(2, lose_a_gradient, Plan(dp=1, pp=2, microbatches=2, timeout=8.0), timeout=230.0)
     assert own.startswith("own") and "its graph gave None" in own and "stage 1 should hand on" in own
     assert other.startswith("peer") and "stage 0" in other and "the backward of microbatch" in other

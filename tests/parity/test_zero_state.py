@@ -73,6 +73,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 def test_resume_under_another_level_and_plan(ranks: Ranks, tmp_path: Path) -> None:
     """Saved as shards beside tp; read by plain code, without shards, at other levels; losses are those of the uninterrupted run."""
     alone = states.Run(states.make(), Plan(dp=1), 0)

@@ -67,7 +67,7 @@ def test_the_size_that_is_promised():
 @pytest.mark.parametrize(
     ("name", "argv"),
     [
-        pytest.param("train", ("--steps", "3"), id="train"),
+        pytest.param("train", ("--steps", "3"), id="train", marks=pytest.mark.slow),
         pytest.param("hf_mixtral", (), id="hf_mixtral", marks=pytest.mark.slow),
         pytest.param("hf_trainer", (), id="hf_trainer", marks=pytest.mark.slow),
     ],

@@ -95,6 +95,7 @@ def test_ctrl_c_leaves_no_process():
     assert_gone(children)
 
 
+@pytest.mark.slow  # the launcher's own tests have it every time
 def test_a_dying_rank_ends_the_run_at_once():
     process = start("--steps", "100000", "--no-reference")
     wait_for_step(process, 1)

@@ -165,7 +165,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    ids=lambda n: n.name,
+)
 def test_a_signal_to_the_parent_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
     parent = subprocess.Popen(

@@ -28,6 +28,7 @@ PLAN = Plan(dp=2, ep=2)
 BATCH = tokens(8, 5, 0)
 LOOP, STACKED = Config("loop", layers=1), Config("stacked", layers=1, tied=True)
 BOTH = pytest.mark.parametrize("config", [LOOP, STACKED], ids=["loop", "stacked"])
+THINNED = pytest.mark.parametrize("config", thinned({"loop": LOOP, "stacked": STACKED}))
 
 
 def plain_state(config: Config) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ def save_in_background(rank: int, config: Config, folder: str) -> None:
         future.result()
 
 
-@BOTH
+@THINNED
 def test_async_save(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     ranks.run(2, save_in_background, config, str(tmp_path))
     expected = plain_state(config)
@@ -274,7 +275,7 @@ def grads_of(rank: int, config: Config, plan: Plan, batch: Batch) -> tuple[dict[
     return found, said
 
 
-@BOTH
+@THINNED
 @pytest.mark.parametrize("plan", thinned({"ep2": PLAN, "edp2": Plan(dp=4, ep=2)}, keep=("edp2",)))
 def test_case_16_full_grads(ranks: Ranks, config: Config, plan: Plan) -> None:
     """Experts 1 and 2 idle: exactly zero, not None; a frozen parameter has None."""

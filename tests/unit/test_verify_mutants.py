@@ -193,7 +193,9 @@ def every_change(program: Program) -> list[tuple[Mutant, ...]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("plan", "at_least"), [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185), (WIDTH, 115), (RING, 121)], ids=str
+    ("plan", "at_least"),
+    [(Plan(dp=2, ep=2), 90), (SEQUENCE, 185), (WIDTH, 115), pytest.param(RING, 121, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_every_error_of_a_step_is_refused(plan: Plan, at_least: int) -> None:
     """Also two that make up for each other. What is not refused is listed by name, and is no error."""
