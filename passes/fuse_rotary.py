@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.placement.types import is_partial
 from moecompile.program import InputKind
 
 aten = torch.ops.aten
@@ -110,9 +111,11 @@ def _factor(product: Node | None, known: Node) -> Node | None:
 
 
 def _fit(x: Node, cos: Node, sin: Node) -> bool:
-    """Whether cos and sin have the shape, up to broadcasting, and the dtype of x."""
+    """Whether cos and sin have the shape, up to broadcasting, and the dtype of x, and none is still to be summed over ranks."""
     a, b, c = (meta.tensor(node) for node in (x, cos, sin))
     if a.dtype != b.dtype or b.dtype != c.dtype or not a.dim() == b.dim() == c.dim() >= 2:
+        return False
+    if any(is_partial(meta.placements(node)) for node in (x, cos, sin)):  # each product may be summed later, the one op may not
         return False
     sizes = zip(a.shape, b.shape, c.shape, strict=True)
     return bool(a.shape[-1] == b.shape[-1]) and all(m in (1, n) and m == k for n, m, k in sizes)

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from moecompile import graph as graphs
 from moecompile import meta, ops
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
+from moecompile.placement.types import is_partial
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ def match(silu: Node) -> tuple[Node, Node, Node] | None:
         return None
     up = others[0]
     if not isinstance(up, Node) or not meta.is_tensor(up) or not _alike(gate, up):
+        return None
+    if is_partial(meta.placements(up)):  # the product may be summed later, but silu and product as one op may not
         return None
     return product, gate, up
 

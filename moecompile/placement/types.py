@@ -71,6 +71,11 @@ def text(placements: dict[str, Placement]) -> str:
     return " ".join(parts) or "R"
 
 
+def is_partial(placements: dict[str, Placement]) -> bool:
+    """Whether the ranks of some axis hold terms of a sum that has not been taken yet."""
+    return any(isinstance(placed, Partial) for placed in placements.values())
+
+
 def parse(source: str) -> Placement:
     """Inverse of ``str`` for one placement."""
     if source == "R":
