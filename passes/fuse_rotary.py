@@ -115,7 +115,8 @@ def _fit(x: Node, cos: Node, sin: Node) -> bool:
     a, b, c = (meta.tensor(node) for node in (x, cos, sin))
     if a.dtype != b.dtype or b.dtype != c.dtype or not a.dim() == b.dim() == c.dim() >= 2:
         return False
-    if any(is_partial(meta.placements(node)) for node in (x, cos, sin)):  # each product may be summed later, the one op may not
+    # each of the products may be summed later, the one op may not
+    if any(is_partial(meta.placements(node)) for node in (x, cos, sin)):
         return False
     sizes = zip(a.shape, b.shape, c.shape, strict=True)
     return bool(a.shape[-1] == b.shape[-1]) and all(m in (1, n) and m == k for n, m, k in sizes)

@@ -21,8 +21,10 @@ from moecompile.errors import CaptureError
 from moecompile.pass_base import Fact, Numerics, Pass, PassContext
 from moecompile.program import Input, OutputKind, Program
 from moecompile.recognition import ACCEPTED, find_layers
+from moecompile.recognition.choices import find_choices
 from moecompile.recognition.convolutions import as_products
 from moecompile.recognition.describe import describe
+from moecompile.recognition.flat_products import unflatten_products
 from moecompile.recognition.rowwise import is_linear
 from moecompile.recognition.scaled_gathers import scale_before_gathers
 from moecompile.recognition.several_factors import as_pairs
@@ -50,6 +52,7 @@ class RecognizeMoe(Pass):
                 program.layers.append(_canonical_record(permute, dict(program.items())))
         as_products(graph.graph, ctx.mode)
         as_pairs(graph.graph, ctx.mode)
+        unflatten_products(graph.graph, ctx.mode)
         weigh_behind(graph.graph, ctx.mode)
         scale_before_gathers(graph.graph, ctx.mode)
         unjoin(graph.graph, ctx.mode)
@@ -74,7 +77,11 @@ class RecognizeMoe(Pass):
         _describe_all(graph, ctx)
         degrees = [f"{axis}={ctx.mesh.size(axis)}" for axis in ("ep", "etp") if ctx.mesh.size(axis) > 1]
         if degrees and (not (program.layers or lookups) or (unrouted and program.plan.strict)):
-            said = "".join(f"; {meta.where(item.node)}: {item.reason}" for item in unrouted)
+            named = [(item.node, item.reason) for item in unrouted] or [
+                (choice.node, f"this choice among {choice.num_options} leads to no experts")
+                for choice in find_choices(graph.graph)
+            ]
+            said = "".join(f"; {meta.where(node)}: {reason}" for node, reason in named)
             found = f"{len(unrouted)} layers that are none" if program.layers else "no MoE layer"
             raise CaptureError(
                 f"recognize-moe: the model has {found}, and {degrees[0]} needs one{said}; use {degrees[0].partition('=')[0]}=1"

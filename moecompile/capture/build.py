@@ -22,7 +22,7 @@ from moecompile.capture.batch_norm import uses_batch, written_out
 from moecompile.capture.buffers import storage_key
 from moecompile.capture.custom_function import LINK
 from moecompile.capture.functional import Handle
-from moecompile.capture.identities import as_conversion, as_reshape, is_identity
+from moecompile.capture.identities import as_conversion, as_einsum, as_reshape, is_identity
 from moecompile.capture.transpose import transpose
 from moecompile.compat import FakeTensorMode, HigherOrderOperator, OpOverload, has_kernel
 from moecompile.errors import CaptureError
@@ -118,7 +118,7 @@ class Builder:
 
     def _call(self, node: Node, source: Node | None, env: dict[Node, Any]) -> Handle:
         plain = _stride_free(node.target), node.args, node.kwargs
-        target, args, kwargs = as_conversion(node) or as_reshape(node) or plain
+        target, args, kwargs = as_conversion(node) or as_reshape(node) or as_einsum(node) or plain
         args = map_arg(args, lambda item: self._operand(env[item]))
         kwargs = map_arg(kwargs, lambda item: self._operand(env[item]))
         args, kwargs = self._autocast(node, target, args, kwargs)

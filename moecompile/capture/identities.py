@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -86,3 +87,17 @@ def as_reshape(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None
         return None
     shape = list(meta.tensor(node).shape)
     return (aten.reshape.default, (node.args[0], shape), {}) if all(type(size) is int for size in shape) else None
+
+
+def as_einsum(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """A product over listed dims in letters, as every rule reads it; None for other calls."""
+    if node.target is not aten.tensordot.default:
+        return None
+    operands: Any = node.args
+    first, second, dims, others = operands
+    letters = iter(ascii_letters)
+    left, right = ([next(letters) for _ in meta.tensor(item).shape] for item in (first, second))
+    for one, two in zip(dims, others, strict=True):
+        right[two] = left[one]
+    kept = [one for one in left if one not in right] + [one for one in right if one not in left]
+    return aten.einsum.default, (f"{''.join(left)},{''.join(right)}->{''.join(kept)}", [first, second]), {}

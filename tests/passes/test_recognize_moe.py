@@ -250,6 +250,15 @@ def test_no_moe_cannot_be_expert_parallel() -> None:
         recognised(made(look_alikes.NoMoe), tokens(), plan=Plan(dp=2, ep=2))
 
 
+@pytest.mark.parametrize("kind", [look_alikes.WideNorm, look_alikes.SparseFeatures])
+def test_a_choice_without_experts_is_named(kind: type[nn.Module]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"moe_look_alikes\.py:\d+\): this choice among \d+ leads to no experts; use ep=1"
+    ):
+        recognised(made(kind), tokens(), plan=Plan(dp=2, ep=2))
+    assert recognised(made(kind), tokens(), plan=Plan(dp=2)).layers == []
+
+
 def test_layer_in_moe_ops_is_recorded() -> None:
     program = program_of(made(Block), tokens(3, 2))
     before = graph_text(program)

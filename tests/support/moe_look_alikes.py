@@ -249,6 +249,30 @@ class NormalisedInLoop(Layer):
         return y
 
 
+class WideNorm(Layer):
+    """All experts' linears as two wide ones, with a norm over the features of all experts between them."""
+
+    def make(self) -> None:
+        self.up, self.down = nn.Linear(WIDTH, EXPERTS * INNER), nn.Linear(EXPERTS * INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.route(x)
+        masked = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, w)
+        hidden = F.layer_norm(self.up(x), (EXPERTS * INNER,)).unflatten(-1, (EXPERTS, INNER))
+        return self.down((hidden * masked.unsqueeze(-1)).flatten(-2))
+
+
+class SparseFeatures(Layer):
+    """The largest features of each token, and no experts."""
+
+    def make(self) -> None:
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(torch.zeros_like(hidden).scatter(-1, *reversed(hidden.topk(self.top_k, -1))))
+
+
 REFUSED: dict[type[Layer], str] = {
     RareGuard: "does more than choose weights",
     RareClamp: "applies a nonlinear function",

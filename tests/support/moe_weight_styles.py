@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.moe_stacked_styles import Stacked
-from tests.support.moe_styles import EXPERTS, Layer
+from tests.support.moe_styles import EXPERTS, INNER, WIDTH, Layer
 
 
 class ScaledChoices(Layer):
@@ -110,6 +110,54 @@ class FoldedSumExpertsFirst(Stacked):
         return torch.einsum("etf,efh->th", hidden * self.masked(x).t()[..., None], self.w2)
 
 
+class FlattenedSum(Stacked):
+    """The same with experts and features flattened into one dim, on both sides of a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("th,ehf->tef", x, self.w1)) * torch.einsum("th,ehf->tef", x, self.w3)
+        return (hidden * self.masked(x)[..., None]).flatten(1) @ self.w2.flatten(0, 1)
+
+
+class FlattenedSumOfSequences(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        sequences, weights = x.unflatten(0, (4, -1)), self.masked(x).unflatten(0, (4, -1))
+        hidden = torch.einsum("bsh,ehf->bsef", sequences, self.w3)
+        hidden = F.silu(torch.einsum("bsh,ehf->bsef", sequences, self.w1)) * hidden
+        rows = (hidden * weights.unsqueeze(-1)).reshape(x.shape[0], -1)
+        return torch.mm(rows, self.w2.reshape(-1, WIDTH))
+
+
+class SumOverTwoDims(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("th,ehf->tef", x, self.w1)) * torch.einsum("th,ehf->tef", x, self.w3)
+        return torch.tensordot(hidden * self.masked(x)[..., None], self.w2, dims=([1, 2], [0, 1]))
+
+
+class WideLinears(Stacked):
+    """All experts' first linears as one, and all last ones as one with a bias that every token gets once."""
+
+    def make(self) -> None:
+        self.up, self.down = nn.Linear(WIDTH, EXPERTS * INNER), nn.Linear(EXPERTS * INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x)).unflatten(-1, (EXPERTS, INNER))
+        return self.down((hidden * self.masked(x).unsqueeze(-1)).flatten(-2))
+
+
+class WideGatedLinears(Stacked):
+    """The same with gate and up of each expert side by side, over ``[batch, sequence]``."""
+
+    def make(self) -> None:
+        self.up = nn.Linear(WIDTH, EXPERTS * 2 * INNER, bias=False)
+        self.down = nn.Linear(EXPERTS * INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences, weights = x.unflatten(0, (4, -1)), self.masked(x).unflatten(0, (4, -1))
+        gate, up = self.up(sequences).view(*sequences.shape[:2], EXPERTS, 2 * INNER).chunk(2, -1)
+        hidden = weights[..., None] * (F.silu(gate) * up)
+        return self.down(hidden.reshape(*sequences.shape[:2], EXPERTS * INNER)).flatten(0, 1)
+
+
 WEIGHED: list[type[Layer]] = [
     ScaledChoices,
     DividedChoices,
@@ -120,4 +168,9 @@ WEIGHED: list[type[Layer]] = [
     FoldedSum,
     FoldedSumOfSequences,
     FoldedSumExpertsFirst,
+    FlattenedSum,
+    FlattenedSumOfSequences,
+    SumOverTwoDims,
+    WideLinears,
+    WideGatedLinears,
 ]
