@@ -68,9 +68,8 @@ def flat_product(node: Node) -> Flat | None:
     rows = first.args[0]
     if not isinstance(rows, Node) or meta.tensor(second).dim() != 2 or meta.tensor(rows).dim() < 3:
         return None
-    experts, features = meta.tensor(rows).shape[-2:]
-    joined = meta.tensor(first).shape[-1]
-    if not all(isinstance(size, int) for size in (experts, features, joined)) or experts * features != joined:
+    shape, joined = meta.tensor(rows).shape, meta.tensor(first).shape[-1]
+    if not all(isinstance(size, int) for size in (*shape, joined)) or shape[-2] * shape[-1] != joined:
         return None
     return Flat(node, rows, second)
 
