@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,31 +128,35 @@ def test_every_legal_order_of_the_passes_that_state_facts_gives_the_same_numbers
         check(text, tmp_path, reference)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_every_legal_order_of_the_whole_preset_gives_the_same_numbers(
-    tmp_path: Path, reference: tuple[torch.Tensor, dict[str, torch.Tensor]]
-) -> None:
-    """Thousands of orders, as paths: two that have run the same passes and are at the same text have the same future."""
-    explorer = Explorer(tmp_path, captured())
-    here: dict[tuple[frozenset[Pass], str], tuple[str, frozenset[Fact], Level, int]] = {}
-    here[frozenset(), _state(explorer.start)] = (explorer.start, frozenset(), Level.MODEL, 1)
-    for _ in PRESET:
-        after: dict[tuple[frozenset[Pass], str], tuple[str, frozenset[Fact], Level, int]] = {}
-        for (done, _), (text, facts, level, ways) in here.items():
-            for item in PRESET:
-                if item in done or not is_legal(item, facts, level):
-                    continue
+def drawn(draw: random.Random) -> list[Pass]:
+    """A legal order of the whole preset, each step among all those that leave a legal rest."""
+    done: list[Pass] = []
+    facts, level = frozenset[Fact](), Level.MODEL
+    while len(done) < len(PRESET):
+        ways = []
+        for item in PRESET:
+            if item not in done and is_legal(item, facts, level):
                 held = (facts | item.provides) - item.removes
                 side = Level.STEP if Fact.DIFFERENTIATED in item.provides else level
-                if not _can_finish(done | {item}, held, side):
-                    continue
-                new = explorer.step(text, item)
-                key = (done | {item}, _state(new))
-                after[key] = (new, held, side, ways + (after[key][3] if key in after else 0))
-        here = after
-    assert sum(ways for _, _, _, ways in here.values()) > 1000
-    for text, *_ in here.values():
+                if _can_finish(frozenset([*done, item]), held, side):
+                    ways.append((item, held, side))
+        item, facts, level = draw.choice(ways)
+        done.append(item)
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_legal_orders_of_the_whole_preset_give_the_same_numbers(
+    tmp_path: Path, reference: tuple[torch.Tensor, dict[str, torch.Tensor]]
+) -> None:
+    """Forty of the many thousands."""
+    draw = random.Random(0)
+    chosen = {tuple(item.text for item in order): order for order in (drawn(draw) for _ in range(40))}
+    assert len(chosen) > 35
+    explorer = Explorer(tmp_path, captured())
+    finals = {_state(text): text for text in map(explorer.run, chosen.values())}
+    for text in finals.values():
         check(text, tmp_path, reference)
 
 

@@ -39,6 +39,7 @@ def test_any_composition_is_exact(recipe: recipes.Recipe, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipe=ANY, seed=st.integers(0, 99))
 def test_many_compositions_are_exact(recipe: recipes.Recipe, seed: int) -> None:
