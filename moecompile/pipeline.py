@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import Graph
 
 from . import graph as graphs
 from . import meta
+from .compat import GuardOnDataDependentSymNode
 from .errors import MoeCompileError, PassError, VerifyError
 from .pass_base import Fact, Pass, PassContext
 from .printer import graph_text, saved_text
@@ -213,7 +215,17 @@ def _run(
 
 def _apply(program: Program, item: Pass, ctx: PassContext) -> int:
     """Run one pass and bring facts, level and names up to date."""
-    rewrites = item.run(program.graph_module, ctx)
+    try:
+        rewrites = item.run(program.graph_module, ctx)
+    except GuardOnDataDependentSymNode as error:
+        sized = [
+            node for node in program.graph.nodes if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+        ]
+        places = ", ".join(dict.fromkeys(meta.where(node) for node in sized)) or "the model"
+        raise PassError(
+            f"{item.name}: the number of rows of {places} is known at run time only, and what reads them here needs it beforehand; use "
+            f"masks, give a size (output_size=), or let the model return these rows and go on outside."
+        ) from error
     program.facts = (program.facts | item.provides) - item.removes
     if Fact.DIFFERENTIATED in item.provides:
         program.level = Level.STEP

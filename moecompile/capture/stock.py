@@ -60,6 +60,17 @@ def random_between(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return given["self"].random_(high - low).add_(low)
 
 
+def repeated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`repeat_interleave` by a tensor of counts, as the rows that it picks: again the op that says that its size comes with its values."""
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    counts, dim = given.get("repeats"), given.get("dim")
+    if not isinstance(counts, Tensor):
+        return func(*args, **kwargs)
+    x, dim = (given["input"].flatten(), 0) if dim is None else (given["input"], dim)
+    picked = torch.repeat_interleave(counts.expand(x.shape[dim]), output_size=given.get("output_size"))
+    return x.index_select(dim, picked)
+
+
 def written(func: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with ``out=``, as a call and a copy; ``call`` makes it. As it is where torch itself would change more than values."""
     out, rest = kwargs["out"], {name: item for name, item in kwargs.items() if name != "out"}
@@ -76,4 +87,5 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "cov": covariance,
     "corrcoef": covariance,
     "random_": random_between,
+    "repeat_interleave": repeated,
 }
