@@ -31,15 +31,17 @@ _CONSTANTS = _words(
 )
 _UNARY = _CONSTANTS | _words(
     """
-    view reshape _unsafe_view view_as reshape_as transpose permute t swapaxes movedim unsqueeze squeeze expand expand_as
-    flatten unflatten slice select narrow split split_with_sizes chunk unbind getitem diagonal pad constant_pad_nd flip
-    roll repeat clone contiguous detach alias lift_fresh lift_fresh_copy neg negative positive real imag conj _conj
-    resolve_conj resolve_neg sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
+    view reshape _unsafe_view view_as reshape_as ravel transpose permute t mT adjoint numpy_T swapaxes swapdims movedim
+    unsqueeze squeeze expand expand_as flatten unflatten slice select narrow split split_with_sizes tensor_split chunk
+    unbind getitem diagonal unfold pad constant_pad_nd flip roll repeat tile clone contiguous detach alias lift_fresh
+    lift_fresh_copy neg negative positive real imag view_as_real view_as_complex conj _conj resolve_conj resolve_neg
+    sum mean cumsum trace tril triu _to_copy to type_as _autocast_to_reduced_precision
     _autocast_to_full_precision local_slice local_place dispatch combine all_gather reduce_scatter all_to_all rotate all_gather_rows
     zigzag_slice zigzag_place zigzag_exchange
     """
 )
-_ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack")
+_ADDITIVE = _words("add sub subtract rsub add_ sub_ where cat concat stack hstack vstack select_scatter slice_scatter")
+_REPEATS = _words("repeat_interleave")  # linear in what is repeated, not in how often
 _PRODUCTS = _words(
     """
     mul multiply mul_ matmul mm bmm addmm baddbmm linear dot mv inner outer einsum tensordot grouped_linear unpermute
@@ -119,6 +121,8 @@ def _nonlinear(node: Node, axis: str) -> str:
     partial = [source for source in tensors if _is_partial(source, axis)]
     if name in _UNARY:
         return ""
+    if name in _REPEATS:
+        return "" if partial == [node.args[0]] else "a sum cannot say in parts how often something is repeated"
     if name in _ADDITIVE:
         terms = {arg for arg in _flat(node.args) if isinstance(arg, Node) and meta.tensor(arg).dtype is not torch.bool}
         numbers = [arg for arg in node.args[:2] if isinstance(arg, (int, float)) and arg and name not in _LISTS]
