@@ -119,8 +119,10 @@ def _collect(program: Program, results: Sequence[Sequence[Any]]) -> Simulated:
             item = by_name[output.name]
             whole = _gather(program, item, values)
             parts = whole.unbind(0) if item.stacked else (whole,)
-            for name, part in zip(item.fqns, parts, strict=True):  # experts that are called twice are two inputs
-                found.grads[name] = found.grads[name] + part if name in found.grads else part
+            for name, part in zip(item.fqns, parts, strict=True):
+                # experts that are called twice are two inputs; stages have added up already
+                again = name in found.grads and program.layout is None
+                found.grads[name] = found.grads[name] + part if again else part
     return found
 
 
