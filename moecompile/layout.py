@@ -198,7 +198,8 @@ def even(num_layers: int, stages: int) -> Layout:
     if share == 0:
         raise PlanError(
             f"{num_layers} layers cannot be split evenly over {stages} pipeline stages: a stage would be empty; use pp of at most "
-            f"{num_layers}, or write the empty stages in a layout."
+            f"{num_layers}, write the empty stages in a layout, or say which list holds the layers with "
+            "passes='+split-stages{layers=model.layers}'."
         )
     return _dressed([share + (at < rest) for at in range(stages)])
 

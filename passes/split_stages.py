@@ -27,7 +27,7 @@ from moecompile.placement.types import PARTIAL
 from moecompile.program import NUM_VALID, InputKind, OutputKind, Program
 from moecompile.stages import check_buffers, weighted
 
-_ITEM = re.compile(r"^(?P<list>.+)\.(?P<index>\d+)$")
+_ITEM = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,15 @@ class SplitStages(Pass):
 
     def _find_layers(self, graph: GraphModule) -> dict[Node, int]:
         """The place in the order of layers of every node inside of one."""
+        inside = {node: _items_around(node) for node in graph.graph.nodes}
+        lists = {name for around in inside.values() for name, _ in around}
+        lengths = Counter(name for name, _ in {item for around in inside.values() for item in around})
+        run = {path for node in inside for path in meta.module_paths(node)}
         items: dict[Node, tuple[str, int]] = {}
-        lists: set[str] = set()
-        for node in graph.graph.nodes:
-            for path in meta.module_paths(node):
-                match = _ITEM.match(path)
-                if match:
-                    lists.add(match["list"])
-                if match and (not self.layers or match["list"] == self.layers):
-                    items[node] = (match["list"], int(match["index"]))
-                    break
+        for node, around in inside.items():
+            fits = [item for item in around if not self.layers or item[0] == self.layers]
+            if fits:  # a list of one item that does not run itself holds no layers, if there is another list in it
+                items[node] = next((one for one in fits if lengths[one[0]] > 1 or f"{one[0]}.{one[1]}" in run), fits[0])
         sizes = Counter(name for name, _ in dict.fromkeys(items.values()))
         if not sizes:
             named = (
@@ -89,6 +88,15 @@ class SplitStages(Pass):
         chosen = max(sizes, key=lambda name: (sizes[name], calls[name]))  # of two such lists the first, on every rank
         places = sorted({index for name, index in items.values() if name == chosen})
         return {node: places.index(index) for node, (name, index) in items.items() if name == chosen}
+
+
+def _items_around(node: Node) -> list[tuple[str, int]]:
+    """List and index of each item of a list that the node is inside of, outermost first; an item need not run as a module itself."""
+    found: dict[tuple[str, int], None] = {}
+    for path in meta.module_paths(node):
+        for match in _ITEM.finditer(path):
+            found[path[: match.start()], int(match[1])] = None
+    return list(found)
 
 
 def _layout(ctx: PassContext, found: dict[Node, int], number: int) -> Layout:

@@ -49,7 +49,8 @@ def check_gradients(found: dict[str, Tensor], model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", thinned({kind.__name__: kind for kind in models.KINDS}, keep=("Terms", "Streams", "FrozenFirst"))
+    "kind",
+    thinned({kind.__name__: kind for kind in models.KINDS}, keep=("Terms", "Streams", "FrozenFirst", "DictLayers")),
 )
 def test_a_step(kind: type[models.Plain]) -> None:
     check(kind, PP)

@@ -202,9 +202,35 @@ class Between(Plain):
         return x
 
 
+class DictLayers(Plain):
+    """Layers that are dictionaries of modules, which do not run themselves."""
+
+    def make(self) -> None:
+        parts = ({"norm": nn.LayerNorm(WIDTH), "mlp": nn.Sequential(Mlp(), nn.Tanh())} for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.ModuleDict(item) for item in parts)
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["mlp"](layer["norm"](x))  # type: ignore[index]
+        return x
+
+
+class OneTower(Plain):
+    """The list of layers in the only item of another list."""
+
+    def make(self) -> None:
+        del self.layers
+        self.towers = nn.ModuleList([nn.ModuleDict({"layers": nn.ModuleList(Mlp() for _ in range(LAYERS))})])
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.towers[0]["layers"]:  # type: ignore[index]
+            x = x + layer(x)
+        return x
+
+
 KINDS: list[type[Plain]] = [
     Plain, Skips, DeepLosses, Terms, Streams, EarlyLoss, SharedWeights, SharedLayers, Gain, Unused, FrozenFirst, FrozenButTable,
-    FrozenButHead, Choices, Turned, Checkpointed, Detached, TwoStreams, Between,
+    FrozenButHead, Choices, Turned, Checkpointed, Detached, TwoStreams, Between, DictLayers, OneTower,
 ]  # fmt: skip
 
 
