@@ -53,13 +53,23 @@ class CutGrad(Tensor):
 
     _group: dist.ProcessGroup | None
     _counts: bool
+    _dims: frozenset[int] | None
 
     @classmethod
-    def of(cls, grad: Tensor, group: dist.ProcessGroup | None, *, counts: bool = True) -> CutGrad:
-        """``counts=False``: another rank of the group holds the same and counts it."""
+    def of(
+        cls, grad: Tensor, group: dist.ProcessGroup | None, *, counts: bool = True, dims: Iterable[int] | None = None
+    ) -> CutGrad:
+        """``counts=False``: another rank of the group holds the same and counts it. ``dims``: those that are cut, None if unknown."""
         made: CutGrad = grad.as_subclass(cls)
-        made._group, made._counts = group, counts
+        made._group, made._counts, made._dims = group, counts, None if dims is None else frozenset(dims)
         return made
+
+    def has_all_along(self, dim: Any) -> bool:
+        """Whether what this rank holds of the gradient is whole in these dims."""
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if self._dims is None or not dims or not all(type(item) is int for item in dims):
+            return False
+        return not self._dims & {item % max(self.ndim, 1) for item in dims}
 
     def global_norm(self, order: float) -> Tensor:
         """The norm over the parts of all ranks."""
@@ -91,8 +101,7 @@ class CutGrad(Tensor):
         if _in_optimizer:
             with without_torch_function():
                 return func(*args, **kwargs)
-        over_all = func in _NUMBERS and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}
-        if over_all or func in _JOINED:
+        if func in _JOINED or (func in _NUMBERS and _sees_a_part(args, kwargs)):
             raise RuntimeError(
                 f"the gradient is one rank's part of a parameter, and {func.__name__} would see that part only; take a norm, which is that "
                 "of the whole, use moecompile.clip_grad_norm_(model, inf), which is finite where all gradients are, or "
@@ -108,7 +117,17 @@ def _kept(found: Any, args: Any) -> Any:
     own = next((item for item in args if isinstance(item, CutGrad)), None)
     if own is None or not isinstance(found, Tensor) or isinstance(found, CutGrad) or found.numel() != own.numel():
         return found
-    return CutGrad.of(found, own._group, counts=own._counts)
+    dims = own._dims if found.shape == own.shape else None
+    return CutGrad.of(found, own._group, counts=own._counts, dims=dims)
+
+
+def _sees_a_part(args: Any, kwargs: Any) -> bool:
+    """Whether a reduction runs over dims of which this rank has a part; the larger of two tensors is none."""
+    source = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if isinstance(dim, Tensor) or "other" in kwargs or not isinstance(source, CutGrad):
+        return False
+    return dim is None or not source.has_all_along(dim)
 
 
 def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -141,12 +160,16 @@ def global_norm(parts: Iterable[Tensor], order: float, group: dist.ProcessGroup 
     return found if math.isinf(order) else found.pow(1.0 / order)
 
 
-def mark(param: nn.Parameter, group: dist.ProcessGroup | None, *, counts: bool = True) -> Any:
-    """Make the gradient of ``param``, and every one that accumulates into it, a CutGrad. Returns the hook's handle."""
+def mark(param: nn.Parameter, group: dist.ProcessGroup | None, *, counts: bool = True, dims: Iterable[int] = ()) -> Any:
+    """Make the gradient of ``param``, which is cut in ``dims``, and every one that accumulates into it, a CutGrad.
+
+    Returns the hook's handle.
+    """
+    cut = frozenset(dims)
 
     def convert(leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, CutGrad):
-            leaf.grad = CutGrad.of(leaf.grad, group, counts=counts)
+            leaf.grad = CutGrad.of(leaf.grad, group, counts=counts, dims=cut)
 
     convert(param)
     return param.register_post_accumulate_grad_hook(convert)  # type: ignore[no-untyped-call]

@@ -281,8 +281,8 @@ class ParallelModel(nn.Module):
             axis = state.weights.spread_axis(name)
             if axis and name not in state.marked:
                 group = state.groups.group(axis) if state.groups.size(axis) > 1 else None
-                counts = state.weights.counts(name)
-                state.marked[name] = grads.mark(param, group, counts=counts) if param.requires_grad else None
+                counts, dims = state.weights.counts(name), state.weights.cut_dims(name)
+                state.marked[name] = grads.mark(param, group, counts=counts, dims=dims) if param.requires_grad else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(model) would trace the compiler
     def forward(self, *args: Any, **kwargs: Any) -> Any:

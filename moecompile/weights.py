@@ -125,6 +125,11 @@ class Weights:
         axes = [*(["pp"] if name in self.stages else []), *(cut.axes.split("+") if cut else [])]
         return joined(axes) if axes else ""
 
+    def cut_dims(self, name: str) -> frozenset[int]:
+        """The dims in which a rank that holds some of a weight has a part of it."""
+        cut = self.cuts.get(name)
+        return frozenset(placed.dim for _, placed in cut.parts) if cut else frozenset()
+
     def value(self, item: Input) -> Tensor:
         """The local tensor of an input."""
         names = item.fqns if item.stacked else (self._first[item.fqns[0]],)

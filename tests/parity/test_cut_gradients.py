@@ -42,11 +42,58 @@ def test_what_is_computed_by_element_stays_a_part(change: Callable[[Tensor], Ten
     [
         lambda g: (g**2).sum(), lambda g: g.abs().max(), lambda g: torch.isnan(g).any(), lambda g: (g / 2).mean(), torch.std,
         lambda g: torch.dot(g.view(-1), g.view(-1)), lambda g: nn.utils.parameters_to_vector([torch.ones(2), g]),
+        lambda g: g.mean(1), lambda g: (g * 2).sum((0, 1)), lambda g: torch.amax(g, dim=-1), lambda g: g.view(3, 2).sum(0),
+        lambda g: g.std(False), lambda g: torch.max(g, 1),
     ],
 )  # fmt: skip
 def test_numbers_over_a_part_are_refused(take: Callable[[Tensor], Any]) -> None:
     with pytest.raises(RuntimeError, match=r"one rank.s part of a parameter.*full_grads"):
         take(_grad())
+
+
+def test_dims_that_are_not_cut_may_be_reduced() -> None:
+    grad = CutGrad.of(torch.ones(2, 3), None, dims=(0,))
+    assert (grad * 2).mean(1, keepdim=True).shape == (2, 1)
+    assert torch.max(grad, torch.zeros(2, 3)).shape == (2, 3)
+    for dim in (0, -2, (0, 1)):
+        with pytest.raises(RuntimeError, match=r"one rank.s part of a parameter.*full_grads"):
+            grad.mean(dim)
+
+
+CENTRED = {"ep": Plan(dp=2, ep=2), "tp": Plan(dp=1, tp=2, ep=2), "zero-3": Plan(dp=2, passes="+shard-params")}
+
+
+def centre(model: Any, batch: dict[str, Tensor]) -> list[str]:
+    """Takes each matrix' gradient less its rows' means; returns the names of those where that was refused."""
+    model(**batch)["loss"].backward()
+    refused = []
+    for name, param in model.named_parameters():
+        if param.ndim > 1:
+            try:
+                param.grad = param.grad - param.grad.mean(1, keepdim=True)
+            except RuntimeError as error:
+                assert "one rank's part of a parameter" in str(error)
+                refused.append(name)
+    return refused
+
+
+def centre_on_rank(rank: int, plan: Plan) -> tuple[list[str], dict[str, Tensor | None]]:
+    with parallel(build(CONFIG), plan) as model:
+        return centre(model, slice_for(tokens(4, 5, 0), plan, rank)), mc.full_grads(model)
+
+
+@pytest.mark.parametrize("plan", CENTRED.values(), ids=CENTRED.keys())
+def test_means_of_rows_are_those_of_the_whole_or_refused(plan: Plan, ranks: Ranks) -> None:
+    model = build(CONFIG)
+    centre(model, tokens(4, 5, 0))
+    for refused, grads in ranks.run(2, centre_on_rank, plan):
+        assert len(refused) < sum(param.ndim > 1 for param in model.parameters())
+        assert bool(refused) == (plan.tp > 1), "only tp cuts the dim that is reduced"
+        for name, param in model.named_parameters():
+            if name not in refused:
+                found = grads[name]
+                assert found is not None and param.grad is not None
+                assert difference(name, found, param.grad) < 1e-11
 
 
 def test_optimizers_see_plain_tensors() -> None:
