@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .compat import foreach_norm, unscale_and_check_, without_torch_function
+from .compat import foreach_norm, tree_flatten, unscale_and_check_, without_torch_function
 
 _NORMS = {
     torch.linalg.vector_norm: 1,
@@ -31,14 +31,28 @@ _ELEMENTWISE = """abs absolute neg negative square sqrt pow __pow__ mul multiply
     ravel"""
 _OVER_ALL = """sum nansum mean nanmean max amax min amin aminmax any all prod std var median count_nonzero logsumexp"""
 _JOINING = "dot vdot inner cat concat concatenate stack hstack vstack"
+_MATRICES = "mm matmul __matmul__ __rmatmul__ bmm svd qr inv pinv pinverse inverse cholesky eigh eigvalsh matrix_norm matrix_power slogdet det"
+_ALONG = "softmax log_softmax cumsum cumprod logcumsumexp sort argsort argmax argmin"  # a dim comes second
+_ACROSS = """einsum tensordot addmm addbmm baddbmm mv outer topk kthvalue quantile nanquantile unique histc bincount trace diag diagonal
+    normalize layer_norm rms_norm group_norm cdist cov corrcoef"""
+_PICKING = "index_select select narrow index_fill index_fill_ index_add index_add_ index_copy index_copy_ gather scatter scatter_"
+_TURNING = "t transpose permute swapaxes swapdims movedim moveaxis adjoint unsqueeze squeeze flip roll"
 
 
 def _functions(names: str) -> set[Any]:
-    return {getattr(place, name) for name, place in product(names.split(), (torch, Tensor)) if hasattr(place, name)}
+    places = (torch, Tensor, torch.linalg, torch.nn.functional)
+    return {getattr(place, name) for name, place in product(names.split(), places) if hasattr(place, name)}
 
 
-_KEPT = _functions(_ELEMENTWISE) | {Tensor.data.__get__}  # type: ignore[attr-defined]
+def _properties(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+_KEPT = _functions(_ELEMENTWISE) | _properties("data")
+_TURNED = _functions(_TURNING) | _properties("T mT H mH")
 _NUMBERS, _JOINED = _functions(_OVER_ALL), _functions(_JOINING)
+_PRODUCTS, _RUNNING, _OTHERS = _functions(_MATRICES), _functions(_ALONG), _functions(_ACROSS) | _functions(_PICKING)
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _in_optimizer = False
 
 
@@ -71,6 +85,11 @@ class CutGrad(Tensor):
             return False
         return not self._dims & {item % max(self.ndim, 1) for item in dims}
 
+    def is_whole(self, last: int | None = None) -> bool:
+        """Whether no dim of it is cut, or none of the ``last`` ones."""
+        first = 0 if last is None else self.ndim - last
+        return self._dims is not None and all(dim < first for dim in self._dims)
+
     def global_norm(self, order: float) -> Tensor:
         """The norm over the parts of all ranks."""
         own = self.as_subclass(Tensor)
@@ -101,7 +120,7 @@ class CutGrad(Tensor):
         if _in_optimizer:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func in _JOINED or (func in _NUMBERS and _sees_a_part(args, kwargs)):
+        if _sees_a_part(func, args, kwargs):
             raise RuntimeError(
                 f"the gradient is one rank's part of a parameter, and {func.__name__} would see that part only; take a norm, which is that "
                 "of the whole, use moecompile.clip_grad_norm_(model, inf), which is finite where all gradients are, or "
@@ -109,19 +128,50 @@ class CutGrad(Tensor):
             )
         with without_torch_function():
             found = func(*args, **kwargs)
-        return _kept(found, args) if func in _KEPT else found
+        return _kept(found, args, turned=func in _TURNED) if func in _KEPT or func in _TURNED else found
 
 
-def _kept(found: Any, args: Any) -> Any:
-    """The result of a function of elements, as the kind of gradient that it was computed from."""
+def _kept(found: Any, args: Any, *, turned: bool = False) -> Any:
+    """The result of a function of elements, or of one that turns dims, as the kind of gradient that it was computed from."""
     own = next((item for item in args if isinstance(item, CutGrad)), None)
     if own is None or not isinstance(found, Tensor) or isinstance(found, CutGrad) or found.numel() != own.numel():
         return found
-    dims = own._dims if found.shape == own.shape else None
+    dims = own._dims if not own._dims or (found.shape == own.shape and not turned) else None
     return CutGrad.of(found, own._group, counts=own._counts, dims=dims)
 
 
-def _sees_a_part(args: Any, kwargs: Any) -> bool:
+def _sees_a_part(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function joins or picks elements of which this rank has a part."""
+    if func in _JOINED:
+        return True
+    held = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, CutGrad)]
+    if func in _NUMBERS or func in _RUNNING:
+        return _runs_along_a_part(args, kwargs)
+    if func in _PRODUCTS:
+        return not all(item.is_whole(2) for item in held)
+    if func in _INDEXED:
+        return isinstance(args[0], CutGrad) and _picks_of_a_part(args[0], args[1])
+    return func in _OTHERS and not all(item.is_whole() for item in held)
+
+
+def _picks_of_a_part(grad: CutGrad, index: Any) -> bool:
+    """Whether an index says which elements of a dim that is cut. A mask of the gradient's own shape goes by element."""
+    if grad._dims is not None and not grad._dims:
+        return False
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == grad.shape:
+        return False
+    items = index if isinstance(index, tuple) else (index,)
+    plain = all(isinstance(item, (int, slice)) or item is Ellipsis for item in items)
+    if grad._dims is None or not plain:
+        return True
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    whole = (slice(None),) * (grad.ndim - len(items) + (Ellipsis in items))
+    return any(
+        item != slice(None) for dim, item in enumerate((*items[:at], *whole, *items[at + 1 :])) if dim in grad._dims
+    )
+
+
+def _runs_along_a_part(args: Any, kwargs: Any) -> bool:
     """Whether a reduction runs over dims of which this rank has a part; the larger of two tensors is none."""
     source = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))

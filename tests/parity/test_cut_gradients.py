@@ -60,6 +60,33 @@ def test_dims_that_are_not_cut_may_be_reduced() -> None:
             grad.mean(dim)
 
 
+CUT_IN_ROWS = [
+    lambda g: g @ g.mT, lambda g: torch.einsum("ab,ab->", g, g), lambda g: g.softmax(0), lambda g: g.t().mean(1), lambda g: g.T.sum(0),
+    lambda g: g[0], lambda g: g[..., 0:2, :], lambda g: g.__setitem__(0, 0.0), lambda g: g[torch.tensor([0])], lambda g: g.select(0, 0),
+    lambda g: torch.linalg.svd(g), lambda g: nn.functional.normalize(g, dim=0), lambda g: g.cumsum(0), lambda g: g.topk(1),
+    lambda g: g.index_fill_(0, torch.tensor([0]), 0.0), lambda g: g[torch.tensor([True, False])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("take", CUT_IN_ROWS, ids=range(len(CUT_IN_ROWS)))
+def test_what_joins_or_picks_rows_of_a_part_is_refused(take: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"one rank.s part of a parameter.*full_grads"):
+        take(CutGrad.of(torch.ones(2, 2), None, dims=(0,)))
+    take(CutGrad.of(torch.ones(2, 2), None, dims=()))  # held whole, by this rank alone
+
+
+def test_what_stays_within_the_dims_that_are_whole_is_not() -> None:
+    grad = CutGrad.of(torch.arange(8.0).view(2, 2, 2), None, dims=(0,))
+    assert (
+        torch.equal(grad @ grad.mT, torch.arange(8.0).view(2, 2, 2) @ torch.arange(8.0).view(2, 2, 2).mT)
+        or grad.mT._dims is None
+    )
+    assert grad[:, 0].shape == (2, 2) and grad[..., 1].shape == (2, 2) and grad.softmax(-1).shape == (2, 2, 2)
+    grad[grad > 6] = 6.0
+    assert float(grad.as_subclass(Tensor).max()) == 6.0
+    assert isinstance(grad.transpose(1, 2), CutGrad) and isinstance(grad * 2, CutGrad)
+
+
 CENTRED = {"ep": Plan(dp=2, ep=2), "tp": Plan(dp=1, tp=2, ep=2), "zero-3": Plan(dp=2, passes="+shard-params")}
 
 
