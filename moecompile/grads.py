@@ -31,7 +31,8 @@ _ELEMENTWISE = """abs absolute neg negative square sqrt pow __pow__ mul multiply
     ravel"""
 _OVER_ALL = """sum nansum mean nanmean max amax min amin aminmax any all prod std var median count_nonzero logsumexp"""
 _JOINING = "dot vdot inner cat concat concatenate stack hstack vstack"
-_MATRICES = "mm matmul __matmul__ __rmatmul__ bmm svd qr inv pinv pinverse inverse cholesky eigh eigvalsh matrix_norm matrix_power slogdet det"
+_MATRICES = """mm matmul __matmul__ __rmatmul__ bmm svd qr inv pinv pinverse inverse cholesky eigh eigvalsh matrix_norm
+    matrix_power slogdet det"""
 _ALONG = "softmax log_softmax cumsum cumprod logcumsumexp sort argsort argmax argmin"  # a dim comes second
 _ACROSS = """einsum tensordot addmm addbmm baddbmm mv outer topk kthvalue quantile nanquantile unique histc bincount trace diag diagonal
     normalize layer_norm rms_norm group_norm cdist cov corrcoef"""

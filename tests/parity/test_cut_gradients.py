@@ -77,10 +77,7 @@ def test_what_joins_or_picks_rows_of_a_part_is_refused(take: Callable[[Tensor], 
 
 def test_what_stays_within_the_dims_that_are_whole_is_not() -> None:
     grad = CutGrad.of(torch.arange(8.0).view(2, 2, 2), None, dims=(0,))
-    assert (
-        torch.equal(grad @ grad.mT, torch.arange(8.0).view(2, 2, 2) @ torch.arange(8.0).view(2, 2, 2).mT)
-        or grad.mT._dims is None
-    )
+    assert (grad @ grad).shape == (2, 2, 2)
     assert grad[:, 0].shape == (2, 2) and grad[..., 1].shape == (2, 2) and grad.softmax(-1).shape == (2, 2, 2)
     grad[grad > 6] = 6.0
     assert float(grad.as_subclass(Tensor).max()) == 6.0
