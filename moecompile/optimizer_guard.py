@@ -86,8 +86,11 @@ def _check(opt: Optimizer) -> None:
     for group in opt.param_groups:
         held = [(param, *cut[id(param)]) for param in group["params"] if id(param) in cut]
         parts = [item for item in held if _is_part(opt, item[1].weights.cut_of(item[2]))]
-        if parts:
-            param, state, name = parts[0]
+        kinds: dict[Any, tuple[nn.Parameter, State, str]] = {}
+        for item in parts:  # one parameter of each number of dims and way of cutting them
+            weights, name = item[1].weights, item[2]
+            kinds.setdefault((len(weights.global_shape(name)), weights.cut_dims(name)), item)
+        for param, state, name in kinds.values():
             _check_kind(opt, group, param, state, name)
         for param, state, name in held:
             _check_state(opt, param, state, name)
@@ -111,7 +114,8 @@ def _check_kind(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, s
     why = next((_NEEDS_WHOLE[kind.__name__] for kind in type(opt).__mro__ if kind.__name__ in _NEEDS_WHOLE), None)
     if why is None:
         try:
-            if is_elementwise(opt, group, param, len(state.weights.global_shape(name))):
+            ndim, dims = len(state.weights.global_shape(name)), state.weights.cut_dims(name) or {0}
+            if all(is_elementwise(opt, group, param, ndim, dim) for dim in sorted(dims)):
                 return
             why = "updates an element by what other elements are"
         except Exception as error:

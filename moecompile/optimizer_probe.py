@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _UNUSED = -0.0
+_STEPS = 6  # RAdam begins to scale at the sixth
 _BASE = ("state", "param_groups", "defaults", "step", "zero_grad", "profile_hook_step", "_zero_grad_profile_name")
 
 
@@ -75,27 +76,27 @@ def is_unused(held: Mapping[str, Any]) -> bool:
     return bool(moments) and all(bool((value.signbit() & (value == 0)).all()) for value in moments)
 
 
-def is_elementwise(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int) -> bool:
-    """Whether two steps on half of a tensor, beside another parameter, equal those on the whole of it."""
+def is_elementwise(opt: Optimizer, group: Mapping[str, Any], param: nn.Parameter, ndim: int, dim: int = 0) -> bool:
+    """Whether a few steps on half of a tensor, cut in ``dim``, beside another parameter, equal those on the whole of it."""
     dtype = torch.float64 if param.device.type == "cpu" else torch.float32
     source = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=source, dtype=dtype).to(param.device)
 
-    shape = [4] + [3] * (ndim - 1)
-    start, other, grads = draw(*shape), draw(3), [(draw(*shape), draw(3)) for _ in range(2)]
+    shape = [3] * dim + [4] + [3] * (ndim - 1 - dim)
+    start, other, grads = draw(*shape), draw(3), [(draw(*shape), draw(3)) for _ in range(_STEPS)]
     devices = [param.device] if param.device.type == "cuda" else []
 
-    def updated(rows: int) -> list[Tensor]:
-        params = [nn.Parameter(start[:rows].clone()), nn.Parameter(other.clone())]
+    def updated(length: int) -> list[Tensor]:
+        params = [nn.Parameter(start.narrow(dim, 0, length).clone()), nn.Parameter(other.clone())]
         made = probe(opt, group, params, 0.1)
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             for large, small in grads:
-                params[0].grad, params[1].grad = large[:rows].clone(), small.clone()
+                params[0].grad, params[1].grad = large.narrow(dim, 0, length).clone(), small.clone()
                 run(made)
-        return [params[0].detach()[:2], params[1].detach()]
+        return [params[0].detach().narrow(dim, 0, 2), params[1].detach()]
 
     return all(
         torch.allclose(half, full, rtol=1e-6, atol=1e-9) for half, full in zip(updated(2), updated(4), strict=True)
