@@ -2,8 +2,8 @@
 
 A rank holds the gradients of its own experts only, so a norm over what it holds is not the model's. The gradients of cut
 parameters are therefore a light tensor subclass that answers norms with the global one, tells all ranks of an overflow that one of
-them finds, and refuses other numbers over all elements. What is computed from it element by element is such a gradient, too, outside
-of optimizers; everything else treats it as a tensor.
+them finds, and refuses what would join or pick elements across the cut. What is computed from it element by element is such a gradient,
+too, outside of optimizers; everything else treats it as a tensor.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def _sees_a_part(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function joins or picks elements of which this rank has a part."""
     if func in _JOINED:
         return True
-    held = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, CutGrad)]
     if func in _NUMBERS or func in _RUNNING:
         return _runs_along_a_part(args, kwargs)
+    held = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, CutGrad)]
     if func in _PRODUCTS:
         return not all(item.is_whole(2) for item in held)
     if func in _INDEXED:
